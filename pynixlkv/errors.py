@@ -1,0 +1,319 @@
+"""The exception tree: everything that pynixlkv raises on purpose derives from `PynixlkvError`.
+
+Messages say what failed, on what, what was seen, and what to do about it. Facts that a program may
+want to act on are attributes. Native status codes are turned into exceptions in one place
+(`from_native`), called by both extension modules.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "AlreadyRegisteredError",
+    "ClosedError",
+    "ConfigError",
+    "DuplicatePeerError",
+    "ForkError",
+    "HandshakeError",
+    "IncompatibleLayoutError",
+    "LayoutError",
+    "LibraryNotFoundError",
+    "LibraryVersionError",
+    "NativeError",
+    "NixlBackendError",
+    "NixlError",
+    "NixlInvalidParamError",
+    "NixlNotFoundError",
+    "NixlStateError",
+    "NixlTelemetryError",
+    "NotRegisteredError",
+    "PeerLostError",
+    "PlanError",
+    "ProtocolVersionError",
+    "PynixlkvError",
+    "RegistrationError",
+    "RegistrationInUseError",
+    "StalePeerError",
+    "StateError",
+    "TransferCancelled",
+    "TransferError",
+    "TransferTimeout",
+    "UcxError",
+    "UnknownPeerError",
+    "WireError",
+]
+
+
+class PynixlkvError(Exception):
+    """Base of every exception that pynixlkv raises on purpose."""
+
+
+class ConfigError(PynixlkvError, ValueError):
+    """A wrong argument, an impossible combination, or a bad option."""
+
+
+class LayoutError(ConfigError):
+    """A shape, stride, dtype, axes string or TP combination that cannot be mapped."""
+
+
+class PlanError(ConfigError):
+    """Block tables that do not fit the plan, or geometries that cannot be planned together."""
+
+
+class RegistrationError(ConfigError):
+    """Memory whose registration does not allow what was asked."""
+
+
+class NotRegisteredError(RegistrationError):
+    """An address range that is not, or not wholly, inside registered memory."""
+
+
+class AlreadyRegisteredError(RegistrationError):
+    """Memory that this agent has registered before."""
+
+
+class RegistrationInUseError(RegistrationError):
+    """Memory that cannot be deregistered because transfers still use it."""
+
+
+class UnknownPeerError(ConfigError):
+    """A peer name that this agent has not connected to."""
+
+
+class DuplicatePeerError(ConfigError):
+    """Another live agent already uses the name."""
+
+
+class StateError(PynixlkvError, RuntimeError):
+    """An object asked for something that its state does not allow (never posted, still running)."""
+
+
+class StalePeerError(StateError):
+    """A handle made for an earlier generation of a peer."""
+
+
+class ClosedError(StateError):
+    """An object used after `close()` or release."""
+
+
+class ForkError(ClosedError):
+    """An object of the parent process used in a forked child."""
+
+
+class NativeError(PynixlkvError):
+    """A native library reported a failure.
+
+    Parameters
+    ----------
+    message : str
+        What failed, on what, what was seen, and what to do.
+    library : str
+        ``"nixl"`` or ``"ucx"``.
+    status : int
+        The native status code, in the numbering of that library's C interface.
+    call : str
+        Name of the native function.
+    detail : str
+        What the library or the caller knew beyond the status; may be empty.
+    """
+
+    library: str
+    status: int
+    call: str
+    detail: str
+
+    def __init__(
+        self, message: str, *, library: str = "", status: int = 0, call: str = "", detail: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.library = library
+        self.status = status
+        self.call = call
+        self.detail = detail
+
+
+class NixlError(NativeError):
+    """NIXL reported a failure."""
+
+
+class NixlInvalidParamError(NixlError):
+    """NIXL refused an argument."""
+
+
+class NixlBackendError(NixlError):
+    """A NIXL backend failed; at run time this usually means that the connection is gone."""
+
+
+class NixlStateError(NixlError):
+    """NIXL refused the call in the present state of the object."""
+
+
+class NixlNotFoundError(NixlError):
+    """NIXL does not know the agent, memory or plugin that was named."""
+
+
+class NixlTelemetryError(NixlError):
+    """NIXL has no telemetry for the request; switch it on in the agent's configuration."""
+
+
+class UcxError(NativeError):
+    """UCX reported a failure."""
+
+
+class TransferError(PynixlkvError):
+    """A transfer ended without success.
+
+    Parameters
+    ----------
+    message : str
+        What failed and why.
+    peer : str
+        Name of the remote agent.
+    transfer_id : int
+        The transfer's number within its agent.
+    bytes_done : int
+        Bytes that are known to have arrived; 0 when the engine cannot tell.
+    """
+
+    peer: str
+    transfer_id: int
+    bytes_done: int
+
+    def __init__(
+        self, message: str, *, peer: str = "", transfer_id: int = 0, bytes_done: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.peer = peer
+        self.transfer_id = transfer_id
+        self.bytes_done = bytes_done
+
+
+class TransferTimeout(TransferError, TimeoutError):
+    """A transfer did not end by its deadline; its buffers stay quarantined until it is quiet."""
+
+
+class TransferCancelled(TransferError):
+    """A transfer was given up by its owner."""
+
+
+class PeerLostError(TransferError, ConnectionError):
+    """The connection to the peer is gone; connect again to get a new generation of it."""
+
+
+class HandshakeError(PynixlkvError):
+    """Two sides could not agree to talk.
+
+    Parameters
+    ----------
+    message : str
+        What did not fit.
+    peer : str
+        Name of the other side, as far as it is known.
+    local_version, remote_version : str
+        Versions of the two sides, where the failure is about them.
+    """
+
+    peer: str
+    local_version: str
+    remote_version: str
+
+    def __init__(
+        self, message: str, *, peer: str = "", local_version: str = "", remote_version: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.peer = peer
+        self.local_version = local_version
+        self.remote_version = remote_version
+
+
+class WireError(HandshakeError, ValueError):
+    """Bytes from outside are damaged, truncated, forged, or not ours; nothing of them was used."""
+
+
+class ProtocolVersionError(HandshakeError):
+    """The other side speaks a wire version that this one does not."""
+
+
+class IncompatibleLayoutError(HandshakeError):
+    """The other side's cache cannot be planned against ours.
+
+    Parameters
+    ----------
+    message : str
+        What did not fit.
+    differences : sequence of (str, object, object)
+        Field name, local value, remote value.
+    peer, local_version, remote_version : str
+        As in `HandshakeError`.
+    """
+
+    differences: list[tuple[str, object, object]]
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        differences: Sequence[tuple[str, object, object]] = (),
+        peer: str = "",
+        local_version: str = "",
+        remote_version: str = "",
+    ) -> None:
+        super().__init__(
+            message, peer=peer, local_version=local_version, remote_version=remote_version
+        )
+        self.differences = list(differences)
+
+
+class LibraryNotFoundError(PynixlkvError, ImportError):
+    """A native library is not installed; the message lists every path tried and the remedy."""
+
+
+class LibraryVersionError(LibraryNotFoundError):
+    """A native library was found but is too old, a stub, or lacks a symbol."""
+
+
+_NIXL_KINDS: dict[str, type[NixlError]] = {
+    "invalid_param": NixlInvalidParamError,
+    "backend": NixlBackendError,
+    "state": NixlStateError,
+    "not_found": NixlNotFoundError,
+    "telemetry": NixlTelemetryError,
+}
+
+
+def from_native(
+    kind: str, message: str, library: str, status: int, call: str, detail: str
+) -> PynixlkvError:
+    """Make the exception for a failure that native code reports.
+
+    Parameters
+    ----------
+    kind : str
+        The name of a class of this module, or a NIXL status kind (``"backend"``, …).
+    message : str
+        The finished message.
+    library, call, detail : str
+        Empty unless the failure came out of a native library.
+    status : int
+        The native status code, 0 if there is none.
+
+    Returns
+    -------
+    PynixlkvError
+        Never raises: an unknown kind becomes a plain `NativeError`, so that a failure cannot get
+        lost on its way up.
+    """
+    if library:
+        if library == "nixl":
+            cls: type[NativeError] = _NIXL_KINDS.get(kind, NixlError)
+        else:
+            cls = UcxError if library == "ucx" else NativeError
+        return cls(message, library=library, status=status, call=call, detail=detail)
+    named = globals().get(kind)
+    if isinstance(named, type) and issubclass(named, PynixlkvError):
+        return named(message)
+    return NativeError(f"{kind}: {message}")
