@@ -865,6 +865,12 @@ void Engine::deregister(const std::shared_ptr<Registration>& registration) {
     call([registration] { registration->native_.reset(); });
 }
 
+void Engine::check_registered(const std::vector<Row>& rows) const {
+    check_usable();
+    const std::shared_lock lock(loop_->memory_mutex_);
+    (void)loop_->memory_.cover(rows, "of agent '" + loop_->name_ + "'");
+}
+
 std::string Engine::metadata() {
     return call([loop = loop_] { return loop->driver_->metadata(); });
 }

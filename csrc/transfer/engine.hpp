@@ -184,6 +184,8 @@ class Engine : private LiveCount<Engine> {
     /// @throws Error("RegistrationInUseError") while transfers that are not quiet touch it,
     ///         Error("ClosedError") when done before
     void deregister(const std::shared_ptr<Registration>& registration);
+    /// @throws Error("NotRegisteredError") unless every row lies in registered memory
+    void check_registered(const std::vector<Row>& rows) const;
     [[nodiscard]] std::string metadata();
 
     /// Connect to a peer, or to its next generation after it was lost or disconnected.
