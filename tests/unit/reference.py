@@ -1,9 +1,9 @@
 """What a plan must move, said the slow way: one element at a time, by its identity.
 
-A `Side` is one rank's cache, built in real memory from a description of its own. Every element has
-an identity, (layer, K or V, head, token position, dim), and its value follows from the identity, so
-"the right byte arrived" is "this element has that value". Nothing here knows strides, boxes or runs:
-numpy does the indexing, and the loops are as written.
+A `Side` is one rank's cache, built in real memory from a description of its own. Every element
+has an identity, (layer, K or V, head, token position, dim), and its value follows from the
+identity, so "the right byte arrived" is "this element has that value". Nothing here knows strides,
+boxes or runs: numpy does the indexing, and the loops are as written.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Shape:
         }[letter]
 
     def position(self, start: int, table_idx: int, slot: int) -> int:
-        """Token position of a slot in the `table_idx`-th block of a table that begins at `start`."""
+        """Token position of a slot in block `table_idx` of a table that begins at `start`."""
         mine = table_idx * self.block_size + slot
         turn, within = divmod(mine, self.interleave)
         return start + (turn * self.token_ranks + self.token_rank) * self.interleave + within
