@@ -543,6 +543,11 @@ class EngineAgent:
         self._closed = False
         _keeper.add(self)
 
+    @staticmethod
+    def _check_name(name: str) -> None:
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"an agent's name must be a non-empty string, not {name!r}")
+
     # ---- memory
 
     @property

@@ -41,11 +41,12 @@ using RowArray = py::array_t<std::uint64_t, py::array::c_style>;
 /// Longest stretch that a wait spends without looking for signals such as Ctrl-C.
 constexpr auto kSignalCheck = std::chrono::milliseconds(50);
 
+/// Seconds as a duration: "for ever" becomes decades, which the clock can still add to now; a
+/// negative number or NaN becomes 0.
 Clock::duration duration(double seconds) {
-    // Whole years do not overflow; the engine treats what is beyond the clock as no limit.
     constexpr double kLongest = 1e9;
     return std::chrono::duration_cast<Clock::duration>(
-        std::chrono::duration<double>(std::clamp(seconds, 0.0, kLongest)));
+        std::chrono::duration<double>(seconds > 0 ? std::min(seconds, kLongest) : 0));
 }
 
 TimePoint after(double seconds) { return Clock::now() + duration(seconds); }

@@ -605,9 +605,12 @@ void Loop::lose(Peer& peer, PeerState state, const std::string& reason,
 bool Loop::receive() {
     try {
         driver_->receive(arrivals_);
-    } catch (const Error& e) {
-        const std::lock_guard lock(inbox_mutex_);
-        receive_error_ = e;
+    } catch (const std::exception& e) {
+        const auto* ours = dynamic_cast<const Error*>(&e);
+        {
+            const std::lock_guard lock(inbox_mutex_);
+            receive_error_ = ours != nullptr ? *ours : Error("StateError", e.what());
+        }
         arrived_.notify_all();
         return false;
     }
