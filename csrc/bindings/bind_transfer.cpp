@@ -8,10 +8,12 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "base/error.hpp"
+#include "kv/plan.hpp"
 #include "transfer/engine.hpp"
 #include "transfer/fake_driver.hpp"
 
@@ -36,6 +38,7 @@ using transfer::TimePoint;
 using transfer::Transfer;
 
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+using IdArray = py::array_t<std::int64_t, py::array::c_style>;
 using RowArray = py::array_t<std::uint64_t, py::array::c_style>;
 
 /// Longest stretch that a wait spends without looking for signals such as Ctrl-C.
@@ -156,6 +159,31 @@ std::shared_ptr<Transfer> submit_rows(Engine& engine, int op, std::shared_ptr<Pe
     return engine.submit(std::move(request));
 }
 
+/// Block tables of a plan that own their numbers, for the engine's thread.
+struct OwnedTables {
+    std::vector<std::int64_t> ids;
+    std::vector<std::int64_t> heads;
+
+    [[nodiscard]] std::vector<kv::Table> view() const { return kv::tables_from_flat(ids, heads); }
+};
+
+std::shared_ptr<Transfer> submit_plan(Engine& engine, int op, std::shared_ptr<Peer> peer,
+                                      const std::shared_ptr<kv::Plan>& plan, const IdArray& ids,
+                                      const IdArray& heads, std::optional<py::bytes> notify,
+                                      double timeout) {
+    Request request = make_request(op, std::move(peer), std::move(notify), timeout);
+    const auto tables = std::make_shared<const OwnedTables>(
+        OwnedTables{{ids.data(), ids.data() + ids.size()}, {heads.data(), heads.data() + heads.size()}});
+    const py::gil_scoped_release release;
+    plan->check(tables->view(), request.op == Op::kRead ? kv::Side::kLocal : kv::Side::kRemote);
+    request.local_extents = plan->extents(kv::Side::kLocal);
+    request.remote_extents = plan->extents(kv::Side::kRemote);
+    request.expand = [plan, tables](std::vector<Row>& local, std::vector<Row>& remote) {
+        plan->expand(tables->view(), local, remote);
+    };
+    return engine.submit(std::move(request));
+}
+
 }  // namespace
 
 void bind_transfer(py::module_& m) {
@@ -168,6 +196,12 @@ void bind_transfer(py::module_& m) {
         .def_property_readonly("generation", &Peer::generation)
         .def_property_readonly("state", [](const Peer& p) { return static_cast<int>(p.state()); })
         .def_property_readonly("reason", &Peer::reason);
+
+    py::classh<kv::Plan>(m, "Plan").def(
+        py::init([](const py::array_t<std::uint64_t, py::array::c_style>& program) {
+            const auto size = static_cast<std::size_t>(program.size());
+            return kv::Plan::from_words(std::span(program.data(), size));
+        }));
 
     py::classh<Transfer>(m, "Transfer")
         .def_property_readonly("id", &Transfer::id)
@@ -223,6 +257,8 @@ void bind_transfer(py::module_& m) {
         .def("disconnect", &Engine::disconnect, ReleaseGil())
         .def("submit_rows", &submit_rows, py::arg("op"), py::arg("peer"), py::arg("local"),
              py::arg("remote"), py::arg("notify"), py::arg("timeout"))
+        .def("submit_plan", &submit_plan, py::arg("op"), py::arg("peer"), py::arg("plan"),
+             py::arg("ids"), py::arg("heads"), py::arg("notify"), py::arg("timeout"))
         .def("cancel", &Engine::cancel, ReleaseGil())
         .def("watch", &Engine::watch, ReleaseGil())
         .def("take_completed", &Engine::take_completed, ReleaseGil())
