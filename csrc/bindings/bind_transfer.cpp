@@ -134,7 +134,9 @@ py::dict stats(const Transfer& t) {
     d["descriptors"] = s.descriptors;
     d["batches"] = s.batches;
     d["queued_ns"] = s.queued_ns;
+    d["prepared"] = s.prepared;
     d["expand_ns"] = s.expand_ns;
+    d["make_ns"] = s.make_ns;
     d["post_ns"] = s.post_ns;
     d["total_ns"] = s.total_ns;
     return d;
@@ -162,28 +164,40 @@ std::shared_ptr<Transfer> submit_rows(Engine& engine, int op, std::shared_ptr<Pe
     return engine.submit(std::move(request));
 }
 
-/// Block tables of a plan that own their numbers, for the engine's thread.
-struct OwnedTables {
-    std::vector<std::int64_t> ids;
-    std::vector<std::int64_t> heads;
+/// A plan with block tables that own their numbers, for the engine's thread.
+class PlanSource final : public transfer::Source {
+  public:
+    PlanSource(std::shared_ptr<const kv::Plan> plan, const IdArray& ids, const IdArray& headers)
+        : plan_(std::move(plan)),
+          ids_(ids.data(), ids.data() + ids.size()),
+          headers_(headers.data(), headers.data() + headers.size()) {}
 
-    [[nodiscard]] std::vector<kv::Table> view() const { return kv::tables_from_flat(ids, heads); }
+    [[nodiscard]] std::vector<kv::Table> tables() const {
+        return kv::tables_from_flat(ids_, headers_);
+    }
+
+    void expand(std::vector<Row>& local, std::vector<Row>& remote) const override {
+        plan_->expand(tables(), local, remote);
+    }
+
+  private:
+    const std::shared_ptr<const kv::Plan> plan_;
+    const std::vector<std::int64_t> ids_;
+    const std::vector<std::int64_t> headers_;
 };
 
 std::shared_ptr<Transfer> submit_plan(Engine& engine, int op, std::shared_ptr<Peer> peer,
                                       const std::shared_ptr<kv::Plan>& plan, const IdArray& ids,
-                                      const IdArray& heads, std::optional<py::bytes> notify,
+                                      const IdArray& headers, std::optional<py::bytes> notify,
                                       double timeout) {
     Request request = make_request(op, std::move(peer), std::move(notify), timeout);
-    const auto tables = std::make_shared<const OwnedTables>(
-        OwnedTables{{ids.data(), ids.data() + ids.size()}, {heads.data(), heads.data() + heads.size()}});
+    const auto source = std::make_shared<const PlanSource>(plan, ids, headers);
     const py::gil_scoped_release release;
-    plan->check(tables->view(), request.op == Op::kRead ? kv::Side::kLocal : kv::Side::kRemote);
+    plan->check(source->tables(),
+                request.op == Op::kRead ? kv::Side::kLocal : kv::Side::kRemote);
     request.local_extents = plan->extents(kv::Side::kLocal);
     request.remote_extents = plan->extents(kv::Side::kRemote);
-    request.expand = [plan, tables](std::vector<Row>& local, std::vector<Row>& remote) {
-        plan->expand(tables->view(), local, remote);
-    };
+    request.source = source;
     return engine.submit(std::move(request));
 }
 
@@ -261,7 +275,7 @@ void bind_transfer(py::module_& m) {
         .def("submit_rows", &submit_rows, py::arg("op"), py::arg("peer"), py::arg("local"),
              py::arg("remote"), py::arg("notify"), py::arg("timeout"))
         .def("submit_plan", &submit_plan, py::arg("op"), py::arg("peer"), py::arg("plan"),
-             py::arg("ids"), py::arg("heads"), py::arg("notify"), py::arg("timeout"))
+             py::arg("ids"), py::arg("headers"), py::arg("notify"), py::arg("timeout"))
         .def("cancel", &Engine::cancel, ReleaseGil())
         .def("watch", &Engine::watch, ReleaseGil())
         .def("take_completed", &Engine::take_completed, ReleaseGil())
