@@ -391,4 +391,12 @@ void Plan::add_lane(std::size_t index) {
     lanes_.push_back({nest.group, index, index + 1});
 }
 
+std::vector<Row> Plan::extents(Side side) const {
+    std::vector<Row> rows;
+    for (const Span& span : spans_[static_cast<std::size_t>(side)]) {
+        rows.push_back({span.address, span.bytes, span.device});
+    }
+    return rows;
+}
+
 }  // namespace pynixlkv::kv
