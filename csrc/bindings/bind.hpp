@@ -1,0 +1,13 @@
+/// @file
+/// One bind function per room.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace pynixlkv::bindings {
+
+void bind_base(pybind11::module_& m);
+void bind_buffer(pybind11::module_& m);
+void bind_nixl(pybind11::module_& m);
+
+}  // namespace pynixlkv::bindings
