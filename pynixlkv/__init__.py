@@ -2,4 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pynixlkv._loader import native_report as native_report
+
 __version__ = "0.1.0"
+__all__ = ["__version__", "native_report"]
+
+# Public names whose modules are imported on first use, to keep `import pynixlkv` light.
+_LAZY = {"native_report": "pynixlkv._loader"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

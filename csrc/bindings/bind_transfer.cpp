@@ -1,5 +1,3 @@
-#include "bindings/bind_transfer.hpp"
-
 #include <pybind11/chrono.h>
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
@@ -14,6 +12,8 @@
 #include <vector>
 
 #include "base/error.hpp"
+#include "bindings/bind.hpp"
+#include "bindings/py_shared.hpp"
 #include "kv/plan.hpp"
 #include "nixl/driver.hpp"
 #include "nixl/library.hpp"
@@ -103,7 +103,7 @@ bool wait_in_slices(double seconds, F wait_until) {
 py::list notification_list(const std::vector<transfer::Notification>& notes) {
     py::list result;
     for (const auto& note : notes) {
-        result.append(py::make_tuple(note.peer, py::bytes(note.message)));
+        result.append(py::make_tuple(name_of(note.peer), py::bytes(note.message)));
     }
     return result;
 }
@@ -204,23 +204,23 @@ std::shared_ptr<Transfer> submit_plan(Engine& engine, int op, std::shared_ptr<Pe
 }  // namespace
 
 void bind_transfer(py::module_& m) {
-    py::classh<Registration>(m, "Registration")
+    py::classh<Registration>(m, "EngineRegistration")
         .def_property_readonly("uses", &Registration::uses)
         .def_property_readonly("is_open", &Registration::is_open);
 
-    py::classh<Peer>(m, "Peer")
+    py::classh<Peer>(m, "EnginePeer")
         .def_property_readonly("name", &Peer::name)
         .def_property_readonly("generation", &Peer::generation)
         .def_property_readonly("state", [](const Peer& p) { return static_cast<int>(p.state()); })
         .def_property_readonly("reason", &Peer::reason);
 
-    py::classh<kv::Plan>(m, "Plan").def(
+    py::classh<kv::Plan>(m, "EnginePlan").def(
         py::init([](const py::array_t<std::uint64_t, py::array::c_style>& program) {
             const auto size = static_cast<std::size_t>(program.size());
             return kv::Plan::from_words(std::span(program.data(), size));
         }));
 
-    py::classh<Transfer>(m, "Transfer")
+    py::classh<Transfer>(m, "EngineTransfer")
         .def_property_readonly("id", &Transfer::id)
         .def_property_readonly("state",
                                [](const Transfer& t) { return static_cast<int>(t.state()); })
@@ -325,8 +325,8 @@ void bind_transfer(py::module_& m) {
 
     m.def(
         "nixl_engine",
-        [](const std::string& name, const py::bytes& incarnation, const std::string& library,
-           const std::string& backend, const std::map<std::string, std::string>& backend_params,
+        [](const std::string& name, const py::bytes& incarnation, const Shared<const nixl::Library>& library, const std::string& backend,
+           const std::map<std::string, std::string>& backend_params,
            bool progress_thread, std::uint64_t progress_delay_us) {
             nixl::DriverOptions driver;
             driver.agent.progress_thread = progress_thread;
@@ -338,7 +338,7 @@ void bind_transfer(py::module_& m) {
             const py::gil_scoped_release release;
             return std::make_shared<Engine>(
                 name,
-                [library = nixl::Library::open(library), name, driver] {
+                [library = library.ptr(), name, driver] {
                     return std::make_unique<nixl::NixlDriver>(library, name, driver);
                 },
                 options);
