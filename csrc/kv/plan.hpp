@@ -13,19 +13,12 @@
 #include <span>
 #include <vector>
 
+#include "base/row.hpp"
 #include "kv/region.hpp"
 
 namespace pynixlkv::kv {
 
 enum class Side : std::size_t { kLocal, kRemote };
-
-/// A run of bytes on one side. The layout is that of a row of the Python arrays.
-struct Row {
-    std::uint64_t address;
-    std::uint64_t length;
-    std::uint64_t device;
-    bool operator==(const Row&) const = default;
-};
 
 /// Block tables of one group: entry i of a table holds the positions from start + i * unit on.
 struct Table {
@@ -91,6 +84,9 @@ class Plan {
     static Plan from_words(std::span<const std::uint64_t> words);
 
     [[nodiscard]] std::size_t num_groups() const noexcept { return groups_.size(); }
+
+    /// The spans of one side, which contain every row that `expand` makes.
+    [[nodiscard]] std::vector<Row> extents(Side side) const;
 
     /// Check tables as `expand` does, and that no block is written twice. O(blocks).
     /// @throws Error PlanError naming group, index, value and limit
