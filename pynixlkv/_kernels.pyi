@@ -1,0 +1,1 @@
+"""Array kernels of pynixlkv: block tables in, descriptor arrays out."""

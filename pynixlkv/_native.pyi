@@ -1,0 +1,1 @@
+"""Native objects of pynixlkv: agents, registrations, transfers."""
