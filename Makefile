@@ -63,7 +63,7 @@ lint: build $(VENV)/.lint-deps  ## formatting, style, layers, docstrings, spelli
 	$(PY) -m ruff format --check
 	$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
 	$(IN_VENV) cython-lint csrc
-	$(VENV)/bin/lint-imports --no-logo
+	$(VENV)/bin/lint-imports
 	$(PY) .ci/check_docstrings.py
 	$(VENV)/bin/codespell
 	bash -n .ci/run
