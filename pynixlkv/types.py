@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import NewType
 
-__all__ = ["AgentName", "MemorySpan", "MemoryType", "Operation"]
+__all__ = ["AgentName", "MemorySpan", "MemoryType", "Operation", "TransferState"]
 
 AgentName = NewType("AgentName", str)
 """Name of an agent, unique among the agents that talk to each other."""
@@ -29,6 +29,23 @@ class Operation(enum.IntEnum):
     """Remote to local."""
     WRITE = 1
     """Local to remote."""
+
+
+class TransferState(enum.IntEnum):
+    """Life of a transfer; from DONE on, end states: reached once, never left."""
+
+    QUEUED = 0
+    RUNNING = 1
+    DONE = 2
+    FAILED = 3
+    TIMED_OUT = 4
+    PEER_LOST = 5
+    CANCELLED = 6
+
+    @property
+    def is_end(self) -> bool:
+        """Whether it is an end state."""
+        return self >= TransferState.DONE
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,307 @@
+#include "bindings/bind_transfer.hpp"
+
+#include <pybind11/chrono.h>
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/error.hpp"
+#include "kv/plan.hpp"
+#include "transfer/engine.hpp"
+#include "transfer/fake_driver.hpp"
+
+namespace py = pybind11;
+
+namespace pynixlkv::bindings {
+
+namespace {
+
+using transfer::Clock;
+using transfer::Engine;
+using transfer::EngineOptions;
+using transfer::FakeDriver;
+using transfer::FakeNetwork;
+using transfer::Memory;
+using transfer::Op;
+using transfer::Peer;
+using transfer::Registration;
+using transfer::Request;
+using transfer::Span;
+using transfer::TimePoint;
+using transfer::Transfer;
+
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+using IdArray = py::array_t<std::int64_t, py::array::c_style>;
+using RowArray = py::array_t<std::uint64_t, py::array::c_style>;
+
+/// Longest stretch that a wait spends without looking for signals such as Ctrl-C.
+constexpr auto kSignalCheck = std::chrono::milliseconds(50);
+
+/// Seconds as a duration: "for ever" becomes decades, which the clock can still add to now; a
+/// negative number or NaN becomes 0.
+Clock::duration duration(double seconds) {
+    constexpr double kLongest = 1e9;
+    return std::chrono::duration_cast<Clock::duration>(
+        std::chrono::duration<double>(seconds > 0 ? std::min(seconds, kLongest) : 0));
+}
+
+TimePoint after(double seconds) { return Clock::now() + duration(seconds); }
+
+std::vector<Row> copy_rows(const RowArray& array) {
+    if (array.ndim() != 2 || array.shape(1) != 3) {
+        throw Error("PlanError", "descriptors must be a uint64 array of shape (n, 3)");
+    }
+    std::vector<Row> rows(static_cast<std::size_t>(array.shape(0)));
+    if (!rows.empty()) {
+        std::memcpy(rows.data(), array.data(), rows.size() * sizeof(Row));
+    }
+    return rows;
+}
+
+std::vector<Span> copy_spans(const RowArray& rows, const std::vector<int>& memories) {
+    std::vector<Span> spans;
+    const std::vector<Row> copied = copy_rows(rows);
+    if (copied.size() != memories.size()) {
+        throw Error("ConfigError", "as many memory types as rows are needed");
+    }
+    for (std::size_t i = 0; i < copied.size(); ++i) {
+        spans.push_back({copied[i], static_cast<Memory>(memories[i])});
+    }
+    return spans;
+}
+
+/// Wait in slices without the GIL, so that Ctrl-C interrupts.
+template <class F>
+bool wait_in_slices(double seconds, F wait_until) {
+    const TimePoint until = after(seconds);
+    for (;;) {
+        bool reached = false;
+        const TimePoint slice = std::min(until, Clock::now() + kSignalCheck);
+        {
+            const py::gil_scoped_release release;
+            reached = wait_until(slice);
+        }
+        if (reached || slice == until) {
+            return reached;
+        }
+        if (PyErr_CheckSignals() != 0) {
+            throw py::error_already_set();
+        }
+    }
+}
+
+py::list notification_list(const std::vector<transfer::Notification>& notes) {
+    py::list result;
+    for (const auto& note : notes) {
+        result.append(py::make_tuple(note.peer, py::bytes(note.message)));
+    }
+    return result;
+}
+
+py::list take_notifications(Engine& engine, double timeout) {
+    std::vector<transfer::Notification> notes;
+    wait_in_slices(timeout, [&](TimePoint until) {
+        notes = engine.take_notifications(until);
+        return !notes.empty();
+    });
+    return notification_list(notes);
+}
+
+py::object cause(const Transfer& t) {
+    const auto error = t.cause();
+    if (!error) {
+        return py::none();
+    }
+    return py::make_tuple(error->kind(), error->what(), error->library(), error->status(),
+                          error->call(), error->detail());
+}
+
+py::dict stats(const Transfer& t) {
+    const transfer::TransferStats s = t.stats();
+    py::dict d;
+    d["bytes"] = s.bytes;
+    d["bytes_done"] = s.bytes_done;
+    d["descriptors"] = s.descriptors;
+    d["batches"] = s.batches;
+    d["queued_ns"] = s.queued_ns;
+    d["expand_ns"] = s.expand_ns;
+    d["post_ns"] = s.post_ns;
+    d["total_ns"] = s.total_ns;
+    return d;
+}
+
+Request make_request(int op, std::shared_ptr<Peer> peer, std::optional<py::bytes> notify,
+                     double timeout) {
+    Request request;
+    request.op = static_cast<Op>(op);
+    request.peer = std::move(peer);
+    if (notify) {
+        request.notify = std::string(*notify);
+    }
+    request.timeout = duration(timeout);
+    return request;
+}
+
+std::shared_ptr<Transfer> submit_rows(Engine& engine, int op, std::shared_ptr<Peer> peer,
+                                      const RowArray& local, const RowArray& remote,
+                                      std::optional<py::bytes> notify, double timeout) {
+    Request request = make_request(op, std::move(peer), std::move(notify), timeout);
+    request.local_extents = copy_rows(local);
+    request.remote_extents = copy_rows(remote);
+    const py::gil_scoped_release release;
+    return engine.submit(std::move(request));
+}
+
+/// Block tables of a plan that own their numbers, for the engine's thread.
+struct OwnedTables {
+    std::vector<std::int64_t> ids;
+    std::vector<std::int64_t> heads;
+
+    [[nodiscard]] std::vector<kv::Table> view() const { return kv::tables_from_flat(ids, heads); }
+};
+
+std::shared_ptr<Transfer> submit_plan(Engine& engine, int op, std::shared_ptr<Peer> peer,
+                                      const std::shared_ptr<kv::Plan>& plan, const IdArray& ids,
+                                      const IdArray& heads, std::optional<py::bytes> notify,
+                                      double timeout) {
+    Request request = make_request(op, std::move(peer), std::move(notify), timeout);
+    const auto tables = std::make_shared<const OwnedTables>(
+        OwnedTables{{ids.data(), ids.data() + ids.size()}, {heads.data(), heads.data() + heads.size()}});
+    const py::gil_scoped_release release;
+    plan->check(tables->view(), request.op == Op::kRead ? kv::Side::kLocal : kv::Side::kRemote);
+    request.local_extents = plan->extents(kv::Side::kLocal);
+    request.remote_extents = plan->extents(kv::Side::kRemote);
+    request.expand = [plan, tables](std::vector<Row>& local, std::vector<Row>& remote) {
+        plan->expand(tables->view(), local, remote);
+    };
+    return engine.submit(std::move(request));
+}
+
+}  // namespace
+
+void bind_transfer(py::module_& m) {
+    py::classh<Registration>(m, "Registration")
+        .def_property_readonly("uses", &Registration::uses)
+        .def_property_readonly("is_open", &Registration::is_open);
+
+    py::classh<Peer>(m, "Peer")
+        .def_property_readonly("name", &Peer::name)
+        .def_property_readonly("generation", &Peer::generation)
+        .def_property_readonly("state", [](const Peer& p) { return static_cast<int>(p.state()); })
+        .def_property_readonly("reason", &Peer::reason);
+
+    py::classh<kv::Plan>(m, "Plan").def(
+        py::init([](const py::array_t<std::uint64_t, py::array::c_style>& program) {
+            const auto size = static_cast<std::size_t>(program.size());
+            return kv::Plan::from_words(std::span(program.data(), size));
+        }));
+
+    py::classh<Transfer>(m, "Transfer")
+        .def_property_readonly("id", &Transfer::id)
+        .def_property_readonly("state",
+                               [](const Transfer& t) { return static_cast<int>(t.state()); })
+        .def_property_readonly("is_quiet", &Transfer::is_quiet)
+        .def_property_readonly("message", &Transfer::message)
+        .def_property_readonly("cause", &cause)
+        .def_property_readonly("stats", &stats)
+        .def(
+            "wait",
+            [](const Transfer& t, double timeout, bool for_quiet) {
+                return wait_in_slices(
+                    timeout, [&](TimePoint until) { return t.wait(until, for_quiet); });
+            },
+            py::arg("timeout"), py::arg("for_quiet") = false);
+
+    py::classh<Engine>(m, "Engine")
+        .def_property_readonly("name", &Engine::name)
+        .def("register_memory",
+             [](Engine& e, const RowArray& rows, const std::vector<int>& memories) {
+                 auto spans = copy_spans(rows, memories);
+                 const py::gil_scoped_release release;
+                 return e.register_memory(std::move(spans));
+             })
+        .def("deregister", &Engine::deregister, ReleaseGil())
+        .def("check_registered",
+             [](const Engine& e, const RowArray& rows) {
+                 const auto copied = copy_rows(rows);
+                 const py::gil_scoped_release release;
+                 e.check_registered(copied);
+             })
+        .def("metadata",
+             [](Engine& e) {
+                 std::string metadata;
+                 {
+                     const py::gil_scoped_release release;
+                     metadata = e.metadata();
+                 }
+                 return py::bytes(metadata);
+             })
+        .def("connect",
+             [](Engine& e, const std::string& name, const py::bytes& incarnation,
+                const py::bytes& metadata, const RowArray& rows,
+                const std::vector<int>& memories) {
+                 const std::string incarnation_bytes(incarnation);
+                 const std::string metadata_bytes(metadata);
+                 const auto spans = copy_spans(rows, memories);
+                 const py::gil_scoped_release release;
+                 return e.connect(name, incarnation_bytes, metadata_bytes, spans);
+             })
+        .def("is_alive", &Engine::is_alive, ReleaseGil())
+        .def("disconnect", &Engine::disconnect, ReleaseGil())
+        .def("submit_rows", &submit_rows, py::arg("op"), py::arg("peer"), py::arg("local"),
+             py::arg("remote"), py::arg("notify"), py::arg("timeout"))
+        .def("submit_plan", &submit_plan, py::arg("op"), py::arg("peer"), py::arg("plan"),
+             py::arg("ids"), py::arg("heads"), py::arg("notify"), py::arg("timeout"))
+        .def("cancel", &Engine::cancel, ReleaseGil())
+        .def("watch", &Engine::watch, ReleaseGil())
+        .def("take_completed", &Engine::take_completed, ReleaseGil())
+        .def_property_readonly("completion_fd", &Engine::completion_fd)
+        .def("notify",
+             [](Engine& e, const std::shared_ptr<Peer>& peer, const py::bytes& message) {
+                 std::string bytes(message);
+                 const py::gil_scoped_release release;
+                 e.notify(peer, std::move(bytes));
+             })
+        .def("take_notifications", &take_notifications, py::arg("timeout"))
+        .def_property_readonly("quarantined", &Engine::quarantined)
+        .def_property_readonly("running", &Engine::running)
+        .def("close",
+             [](Engine& e, double timeout) {
+                 return wait_in_slices(timeout, [&](TimePoint until) { return e.close(until); });
+             })
+        .def_property_readonly("is_closed", &Engine::is_closed)
+        .def(
+            "stop", [](Engine& e, double timeout) { e.stop(after(timeout)); }, ReleaseGil());
+
+    py::classh<FakeNetwork>(m, "FakeNetwork")
+        .def(py::init<>())
+        .def(
+            "set_delay",
+            [](FakeNetwork& n, const std::string& name, double seconds) {
+                n.set_delay(name, duration(seconds));
+            },
+            ReleaseGil())
+        .def("pause", &FakeNetwork::pause, ReleaseGil())
+        .def("resume", &FakeNetwork::resume, ReleaseGil())
+        .def("kill", &FakeNetwork::kill, ReleaseGil())
+        .def("fail_next", &FakeNetwork::fail_next, ReleaseGil())
+        .def("drop_notifications", &FakeNetwork::drop_notifications, ReleaseGil());
+
+    m.def(
+        "fake_engine",
+        [](const std::string& name, const std::shared_ptr<FakeNetwork>& network) {
+            return std::make_shared<Engine>(
+                name, [name, network] { return std::make_unique<FakeDriver>(name, network); },
+                EngineOptions{});
+        },
+        ReleaseGil());
+}
+
+}  // namespace pynixlkv::bindings

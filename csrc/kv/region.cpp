@@ -1,0 +1,292 @@
+#include "kv/region.hpp"
+
+#include <algorithm>
+#include <string>
+
+#include "kv/words.hpp"
+
+namespace pynixlkv::kv {
+
+namespace {
+
+constexpr std::array<const char*, kNumAxes> kAxisNames{"layer", "kv",    "block",
+                                                       "head",  "token", "dim"};
+
+std::string name(std::size_t group, std::size_t region) {
+    return "region " + std::to_string(region) + " of group " + std::to_string(group);
+}
+
+/// Each axis must step over all that lies inside it, so that no two elements share a byte.
+void check_nested(const Region& region, std::uint64_t element_bytes, const std::string& subject) {
+    std::array<std::size_t, kNumAxes> order{kLayer, kKv, kBlock, kHead, kToken, kDim};
+    std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+        return region.axes[a].stride < region.axes[b].stride;
+    });
+    std::uint64_t inside = element_bytes;
+    for (const std::size_t axis : order) {
+        const Extent& extent = region.axes[axis];
+        if (extent.count > 1 && extent.stride < inside) {
+            layout_error(subject + ": the stride of its " + kAxisNames[axis] + " axis is " +
+                         std::to_string(extent.stride) + " bytes, less than the " +
+                         std::to_string(inside) +
+                         " bytes inside it, so its elements would overlap or interleave");
+        }
+        inside = add(inside, mul(extent.count - 1, extent.stride));
+    }
+}
+
+/// Decides whether two boxes share a byte, by choosing the difference of their indices axis by
+/// axis, widest stride first, and leaving branches whose rest cannot bring the two together.
+class Overlap {
+  public:
+    /// @param same_block whether equal block ids count as well
+    Overlap(const Region& a, std::uint64_t a_bytes, const Region& b, std::uint64_t b_bytes,
+            bool same_block)
+        : a_bytes_(static_cast<std::int64_t>(a_bytes)),
+          b_bytes_(static_cast<std::int64_t>(b_bytes)),
+          same_block_(same_block) {
+        for (std::size_t axis = 0; axis < kNumAxes; ++axis) {
+            const Extent& x = a.axes[axis];
+            const Extent& y = b.axes[axis];
+            if (x.stride == y.stride) {
+                append(axis, x.stride, y.count - 1, x.count - 1);
+            } else {
+                append(kNumAxes, x.stride, 0, x.count - 1);
+                append(kNumAxes, y.stride, y.count - 1, 0);
+            }
+        }
+        std::sort(digits_.begin(), digits_.end(),
+                  [](const Digit& p, const Digit& q) { return p.stride > q.stride; });
+        reach_.resize(digits_.size() + 1);
+        for (std::size_t i = digits_.size(); i-- > 0;) {
+            reach_[i].low = reach_[i + 1].low + digits_[i].low * digits_[i].stride;
+            reach_[i].high = reach_[i + 1].high + digits_[i].high * digits_[i].stride;
+        }
+        found_ = find(0, static_cast<std::int64_t>(a.base) - static_cast<std::int64_t>(b.base));
+    }
+
+    [[nodiscard]] bool found() const noexcept { return found_; }
+
+  private:
+    struct Digit {
+        std::size_t axis;
+        std::int64_t stride, low, high;
+    };
+    struct Reach {
+        std::int64_t low = 0, high = 0;
+    };
+
+    void append(std::size_t axis, std::uint64_t stride, std::uint64_t below, std::uint64_t above) {
+        if (below + above > 0) {
+            digits_.push_back({axis, static_cast<std::int64_t>(stride),
+                               -static_cast<std::int64_t>(below),
+                               static_cast<std::int64_t>(above)});
+        }
+    }
+
+    static std::int64_t floor_div(std::int64_t a, std::int64_t b) {
+        return a / b - (a % b < 0 ? 1 : 0);
+    }
+
+    bool find(std::size_t level, std::int64_t distance) {
+        if (level == digits_.size()) {
+            return -a_bytes_ < distance && distance < b_bytes_;
+        }
+        // Strides of two different layouts may not nest; then the search could become long.
+        if (++steps_ > 100'000) {
+            layout_error("two regions interleave too irregularly to prove that they are disjoint");
+        }
+        const Digit& digit = digits_[level];
+        const Reach& rest = reach_[level + 1];
+        // distance + m * stride + rest must land in (-a_bytes, b_bytes).
+        const std::int64_t first =
+            std::max(digit.low, -floor_div(distance + rest.high + a_bytes_ - 1, digit.stride));
+        const std::int64_t last =
+            std::min(digit.high, floor_div(b_bytes_ - 1 - distance - rest.low, digit.stride));
+        for (std::int64_t m = first; m <= last; ++m) {
+            if ((m != 0 || same_block_ || digit.axis != kBlock) &&
+                find(level + 1, distance + m * digit.stride)) {
+                return true;
+            }
+        }
+        return false;
+    }
+
+    std::int64_t a_bytes_, b_bytes_;
+    bool same_block_;
+    bool found_ = false;
+    int steps_ = 0;
+    std::vector<Digit> digits_;
+    std::vector<Reach> reach_;
+};
+
+bool share_logical_element(const Region& a, const Region& b) {
+    return std::all_of(kMatchedAxes.begin(), kMatchedAxes.end(), [&](Axis axis) {
+        const Extent& x = a.axes[axis];
+        const Extent& y = b.axes[axis];
+        return x.start < y.start + y.count && y.start < x.start + x.count;
+    });
+}
+
+Region read_region(WordReader& reader, const Geometry& geometry, const Group& group,
+                   const std::string& subject) {
+    Region region;
+    region.span = static_cast<std::size_t>(reader.next("span", 0, geometry.spans.size() - 1));
+    region.base = reader.next("base");
+    for (std::size_t axis = 0; axis < kNumAxes; ++axis) {
+        Extent& extent = region.axes[axis];
+        extent.start = reader.next("axis start");
+        extent.count = reader.next("axis count", 1);
+        extent.stride = reader.next("axis stride");
+        add(extent.start, extent.count);
+    }
+    const std::array<std::uint64_t, 2> counts{region.axes[kBlock].count, region.axes[kToken].count};
+    if (counts != std::array<std::uint64_t, 2>{group.paging.num_blocks, group.paging.slots}) {
+        layout_error(subject + " has " + std::to_string(counts[0]) + " blocks of " +
+                     std::to_string(counts[1]) + " tokens, its group " +
+                     std::to_string(group.paging.num_blocks) + " of " +
+                     std::to_string(group.paging.slots));
+    }
+    check_nested(region, group.element_bytes, subject);
+    const Span& span = geometry.spans[region.span];
+    const std::uint64_t end = region_end(region, group.element_bytes);
+    if (region.base < span.address || end > span.address + span.bytes) {
+        layout_error(subject + " occupies [" + std::to_string(region.base) + ", " +
+                     std::to_string(end) + "), outside its span [" + std::to_string(span.address) +
+                     ", " + std::to_string(span.address + span.bytes) + ")");
+    }
+    return region;
+}
+
+Group read_group(WordReader& reader, const Geometry& geometry, std::size_t index) {
+    Group group;
+    group.element_bytes = reader.next("element bytes", 1);
+    group.paging = read_paging(reader);
+    group.has_heads = reader.next("head flag", 0, 1) == 1;
+    group.indivisible = reader.next("indivisible axes", 0, (1U << kNumAxes) - 1);
+    group.regions.resize(reader.count("number of regions", 2 + 3 * kNumAxes, 1));
+    for (std::size_t i = 0; i < group.regions.size(); ++i) {
+        group.regions[i] = read_region(reader, geometry, group, name(index, i));
+    }
+    return group;
+}
+
+/// Call `visit(i, j)` for each pair of regions whose address ranges meet.
+template <class Visit>
+void for_touching(const Group& a, const Group& b, Visit visit) {
+    for (std::size_t i = 0; i < a.regions.size(); ++i) {
+        const Region& x = a.regions[i];
+        const std::uint64_t x_end = region_end(x, a.element_bytes);
+        for (std::size_t j = &a == &b ? i + 1 : 0; j < b.regions.size(); ++j) {
+            const Region& y = b.regions[j];
+            if (x.base < region_end(y, b.element_bytes) && y.base < x_end) {
+                visit(i, j);
+            }
+        }
+    }
+}
+
+void check_inside_group(const Group& group, std::size_t index) {
+    for (std::size_t i = 0; i < group.regions.size(); ++i) {
+        for (std::size_t j = i + 1; j < group.regions.size(); ++j) {
+            if (share_logical_element(group.regions[i], group.regions[j])) {
+                layout_error(name(index, i) + " and " + name(index, j) +
+                             " hold the same layer, head and element twice");
+            }
+        }
+    }
+    for_touching(group, group, [&](std::size_t i, std::size_t j) {
+        if (Overlap(group.regions[i], group.element_bytes, group.regions[j], group.element_bytes,
+                    true)
+                .found()) {
+            layout_error(name(index, i) + " and " + name(index, j) + " overlap in memory");
+        }
+    });
+}
+
+/// Groups may lie in the same pool of blocks, as long as different blocks stay apart.
+void join_pools(Geometry& geometry, std::size_t first, std::size_t second) {
+    const Group& a = geometry.groups[first];
+    const Group& b = geometry.groups[second];
+    for_touching(a, b, [&](std::size_t i, std::size_t j) {
+        const Region& x = a.regions[i];
+        const Region& y = b.regions[j];
+        if (Overlap(x, a.element_bytes, y, b.element_bytes, false).found()) {
+            layout_error(name(first, i) + " and " + name(second, j) +
+                         " overlap in memory at different block numbers");
+        }
+        if (Overlap(x, a.element_bytes, y, b.element_bytes, true).found()) {
+            for (Group& group : geometry.groups) {
+                group.pool = group.pool == b.pool ? a.pool : group.pool;
+            }
+        }
+    });
+}
+
+}  // namespace
+
+Paging read_paging(WordReader& reader) {
+    Paging paging;
+    paging.num_blocks = reader.next("number of blocks", 1);
+    paging.slots = reader.next("tokens per block", 1);
+    paging.rank = reader.next("context rank");
+    paging.ranks = reader.next("context ranks", paging.rank + 1);
+    paging.interleave = reader.next("context interleave", 1);
+    if (paging.slots % paging.interleave != 0) {
+        layout_error(std::to_string(paging.slots) + " tokens per block do not divide into turns of " +
+                     std::to_string(paging.interleave));
+    }
+    mul(mul(paging.slots, paging.ranks), paging.num_blocks);
+    return paging;
+}
+
+std::vector<Span> read_spans(WordReader& reader) {
+    std::vector<Span> spans(reader.count("number of spans", 3, 1));
+    std::uint64_t previous_end = 0;
+    for (Span& span : spans) {
+        span.address = reader.next("span address");
+        span.bytes = reader.next("span bytes", 1);
+        span.device = reader.next("span device");
+        if (span.address < previous_end) {
+            layout_error("spans are not ascending and disjoint: one at " +
+                         std::to_string(span.address) + " starts before " +
+                         std::to_string(previous_end));
+        }
+        previous_end = add(span.address, span.bytes);
+    }
+    return spans;
+}
+
+std::uint64_t region_end(const Region& region, std::uint64_t element_bytes) {
+    std::uint64_t end = add(region.base, element_bytes);
+    for (const Extent& extent : region.axes) {
+        end = add(end, mul(extent.count - 1, extent.stride));
+    }
+    return end;
+}
+
+Geometry Geometry::from_words(std::span<const std::uint64_t> words) {
+    WordReader reader(words, "geometry");
+    Geometry geometry;
+    geometry.spans = read_spans(reader);
+    geometry.groups.resize(reader.count("number of groups", 9, 1));
+    std::size_t num_regions = 0;
+    for (std::size_t i = 0; i < geometry.groups.size(); ++i) {
+        geometry.groups[i] = read_group(reader, geometry, i);
+        geometry.groups[i].pool = i;
+        num_regions += geometry.groups[i].regions.size();
+        if (num_regions > kMaxRegions) {
+            layout_error("a geometry holds at most " + std::to_string(kMaxRegions) + " regions");
+        }
+    }
+    reader.finish();
+    for (std::size_t i = 0; i < geometry.groups.size(); ++i) {
+        check_inside_group(geometry.groups[i], i);
+        for (std::size_t j = 0; j < i; ++j) {
+            join_pools(geometry, j, i);
+        }
+    }
+    return geometry;
+}
+
+}  // namespace pynixlkv::kv

@@ -1,0 +1,171 @@
+#include "nixl/driver.hpp"
+
+#include <utility>
+#include <vector>
+
+#include "base/error.hpp"
+#include "nixl/registration.hpp"
+#include "nixl/request.hpp"
+
+namespace pynixlkv::nixl {
+
+namespace {
+
+using transfer::ConnectionLost;
+
+/// Sent to find out whether a connection stands; kept from the receiver's application.
+const std::string kPing("\0pynixlkv ping", 14);
+
+/// NIXL reports a dead connection as a general backend error of the calls that use it, and with its
+/// UCX backend practically every run-time error kills the connection.
+[[noreturn]] void rethrow_as_lost(const NativeError& error) {
+    if (error.kind() == "backend") {
+        throw ConnectionLost(error);
+    }
+    throw;
+}
+
+struct NixlConnection final : transfer::Connection {
+    NixlConnection(std::shared_ptr<Agent> owner, std::string peer)
+        : agent(std::move(owner)), name(std::move(peer)) {}
+    NixlConnection(const NixlConnection&) = delete;
+    NixlConnection& operator=(const NixlConnection&) = delete;
+    ~NixlConnection() override {
+        try {
+            agent->invalidate_remote_metadata(name);
+        } catch (const std::exception&) {
+            // Up to 1.4 NIXL forgets a lost peer by itself and then does not know it here.
+        }
+    }
+    const std::shared_ptr<Agent> agent;
+    const std::string name;
+};
+
+struct NixlRegistered final : transfer::Registered {
+    std::vector<std::shared_ptr<Registration>> registrations;
+};
+
+class NixlOperation final : public transfer::Operation {
+  public:
+    explicit NixlOperation(std::shared_ptr<Request> request) : request_(std::move(request)) {}
+
+    bool poll() override {
+        try {
+            return request_->poll() == RequestState::kDone;
+        } catch (const NativeError& e) {
+            rethrow_as_lost(e);
+        }
+    }
+
+  private:
+    const std::shared_ptr<Request> request_;
+};
+
+}  // namespace
+
+NixlDriver::NixlDriver(std::shared_ptr<const Library> library, std::string name,
+                       const DriverOptions& options)
+    : agent_(Agent::create(std::move(library), std::move(name), options.agent)) {
+    call_options_.backends = {agent_->create_backend(options.backend, options.backend_params)};
+}
+
+NixlDriver::~NixlDriver() {
+    call_options_.backends.clear();
+    try {
+        agent_->close(Duration::zero());
+    } catch (const std::exception&) {
+        // Something still uses the agent; it goes when that goes.
+    }
+}
+
+std::unique_ptr<transfer::Registered> NixlDriver::register_memory(
+    std::span<const transfer::Span> spans) {
+    std::map<transfer::Memory, std::vector<Row>> by_memory;
+    for (const transfer::Span& span : spans) {
+        by_memory[span.memory].push_back(span.row);
+    }
+    auto registered = std::make_unique<NixlRegistered>();
+    for (const auto& [memory, rows] : by_memory) {
+        registered->registrations.push_back(agent_->register_memory(
+            static_cast<MemoryType>(memory), rows, {}, nullptr, call_options_));
+    }
+    return registered;
+}
+
+std::string NixlDriver::metadata() { return agent_->local_metadata(); }
+
+std::unique_ptr<transfer::Connection> NixlDriver::connect(const std::string& name,
+                                                          std::string_view metadata) {
+    const std::string loaded = agent_->load_remote_metadata(metadata);
+    auto connection = std::make_unique<NixlConnection>(agent_, loaded);
+    if (loaded != name) {
+        throw Error("HandshakeError", "the hello of agent '" + name +
+                                          "' carries the NIXL metadata of agent '" + loaded + "'");
+    }
+    return connection;
+}
+
+void NixlDriver::refresh(transfer::Connection& /*connection*/, std::string_view metadata) {
+    (void)agent_->load_remote_metadata(metadata);
+}
+
+bool NixlDriver::is_alive(transfer::Connection& connection) {
+    const auto& peer = static_cast<const NixlConnection&>(connection);
+    try {
+        // The first message after a silent death may still be taken; progress in between finds out.
+        agent_->notify(peer.name, kPing, call_options_);
+        receive(early_);
+        agent_->notify(peer.name, kPing, call_options_);
+    } catch (const NativeError&) {
+        return false;
+    }
+    return true;
+}
+
+std::unique_ptr<transfer::Operation> NixlDriver::start(transfer::Connection& connection,
+                                                       const transfer::Batch& batch) {
+    const auto& peer = static_cast<const NixlConnection&>(connection);
+    std::shared_ptr<Request> request;
+    try {
+        request = agent_->create_request(
+            static_cast<Operation>(batch.op), static_cast<MemoryType>(batch.local_memory),
+            batch.local, static_cast<MemoryType>(batch.remote_memory), batch.remote, peer.name,
+            call_options_);
+    } catch (const NativeError& e) {
+        // Up to 1.4 NIXL drops a lost peer and then cannot make requests for it.
+        if (!is_alive(connection)) {
+            throw ConnectionLost(e);
+        }
+        throw;
+    }
+    try {
+        (void)request->post();
+    } catch (const NativeError& e) {
+        rethrow_as_lost(e);
+    }
+    return std::make_unique<NixlOperation>(std::move(request));
+}
+
+void NixlDriver::notify(transfer::Connection& connection, const std::string& message) {
+    const auto& peer = static_cast<const NixlConnection&>(connection);
+    try {
+        agent_->notify(peer.name, message, call_options_);
+    } catch (const NativeError& e) {
+        rethrow_as_lost(e);
+    }
+}
+
+void NixlDriver::receive(std::vector<transfer::Notification>& into) {
+    if (&into != &early_ && !early_.empty()) {
+        into.insert(into.end(), std::make_move_iterator(early_.begin()),
+                    std::make_move_iterator(early_.end()));
+        early_.clear();
+    }
+    for (auto& note : agent_->take_notifications(call_options_)) {
+        if (note.message != kPing) {
+            into.push_back({std::move(note.peer), std::move(note.message)});
+        }
+    }
+}
+
+}  // namespace pynixlkv::nixl

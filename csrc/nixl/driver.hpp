@@ -1,0 +1,47 @@
+/// @file
+/// The transfer engine's view of NIXL.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+
+#include "nixl/agent.hpp"
+#include "nixl/library.hpp"
+#include "transfer/driver.hpp"
+
+namespace pynixlkv::nixl {
+
+struct DriverOptions {
+    AgentConfig agent;
+    std::string backend = "UCX";
+    ParamMap backend_params;
+};
+
+/// Drives a NIXL agent of its own with one backend.
+class NixlDriver final : public transfer::Driver {
+  public:
+    NixlDriver(std::shared_ptr<const Library> library, std::string name,
+               const DriverOptions& options);
+    ~NixlDriver() override;
+
+    std::unique_ptr<transfer::Registered> register_memory(
+        std::span<const transfer::Span> spans) override;
+    std::string metadata() override;
+    std::unique_ptr<transfer::Connection> connect(const std::string& name,
+                                                  std::string_view metadata) override;
+    void refresh(transfer::Connection& connection, std::string_view metadata) override;
+    bool is_alive(transfer::Connection& connection) override;
+    std::unique_ptr<transfer::Operation> start(transfer::Connection& connection,
+                                               const transfer::Batch& batch) override;
+    void notify(transfer::Connection& connection, const std::string& message) override;
+    void receive(std::vector<transfer::Notification>& into) override;
+
+  private:
+    const std::shared_ptr<Agent> agent_;
+    CallOptions call_options_;
+    /// What is_alive() received while it made progress.
+    std::vector<transfer::Notification> early_;
+};
+
+}  // namespace pynixlkv::nixl

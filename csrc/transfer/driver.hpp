@@ -1,0 +1,105 @@
+/// @file
+/// What an engine needs of a native library. One implementation per library, plus an in-process
+/// one; only the engine's thread ever calls it, so no implementation needs locks of its own.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/error.hpp"
+#include "transfer/types.hpp"
+
+namespace pynixlkv::transfer {
+
+/// The connection to a peer is gone. Carries the library's error when there is one.
+class ConnectionLost : public NativeError {
+  public:
+    explicit ConnectionLost(const NativeError& cause) : NativeError(cause) {}
+};
+
+/// One native request. Destroying it requires that it is quiet: never started, or ended.
+class Operation {
+  public:
+    Operation() = default;
+    Operation(const Operation&) = delete;
+    Operation& operator=(const Operation&) = delete;
+    virtual ~Operation() = default;
+
+    /// Make progress and tell whether the operation has ended.
+    /// @return true when all bytes have moved and, for a write, are visible at the peer
+    /// @throws Error when it ended without success; it is then quiet
+    virtual bool poll() = 0;
+};
+
+/// The connection to one generation of one peer, as the library knows it.
+class Connection {
+  public:
+    Connection() = default;
+    Connection(const Connection&) = delete;
+    Connection& operator=(const Connection&) = delete;
+    virtual ~Connection() = default;
+};
+
+/// Memory that the library has registered. Destroying it deregisters.
+class Registered {
+  public:
+    Registered() = default;
+    Registered(const Registered&) = delete;
+    Registered& operator=(const Registered&) = delete;
+    virtual ~Registered() = default;
+};
+
+/// Rows of both sides in the library's own form, so that a transfer can name them by index.
+class Prepared {
+  public:
+    Prepared() = default;
+    Prepared(const Prepared&) = delete;
+    Prepared& operator=(const Prepared&) = delete;
+    virtual ~Prepared() = default;
+};
+
+/// Rows of one native request: pairs of equal length.
+struct Batch {
+    Op op;
+    std::span<const Row> local;
+    std::span<const Row> remote;
+    Memory local_memory;
+    Memory remote_memory;
+};
+
+class Driver {
+  public:
+    Driver() = default;
+    Driver(const Driver&) = delete;
+    Driver& operator=(const Driver&) = delete;
+    virtual ~Driver() = default;
+
+    [[nodiscard]] virtual std::unique_ptr<Registered> register_memory(
+        std::span<const Span> spans) = 0;
+    /// What a peer must load to reach the memory registered now.
+    [[nodiscard]] virtual std::string metadata() = 0;
+
+    /// Load what `metadata()` of the peer gave.
+    /// @throws Error when the library refuses it
+    [[nodiscard]] virtual std::unique_ptr<Connection> connect(const std::string& name,
+                                                              std::string_view metadata) = 0;
+    /// Load newer metadata of the same incarnation of a connected peer.
+    virtual void refresh(Connection& connection, std::string_view metadata) = 0;
+    /// Whether the library still believes in the connection. May cost a message.
+    [[nodiscard]] virtual bool is_alive(Connection& connection) = 0;
+
+    /// Start moving a batch; the copy may happen in this call.
+    /// @throws ConnectionLost when the connection is gone, Error on other failures
+    [[nodiscard]] virtual std::unique_ptr<Operation> start(Connection& connection,
+                                                           const Batch& batch) = 0;
+    /// Send a notification. Returning means queued in order after what has ended before.
+    virtual void notify(Connection& connection, const std::string& message) = 0;
+    /// Progress the library and append what has arrived.
+    virtual void receive(std::vector<Notification>& into) = 0;
+};
+
+}  // namespace pynixlkv::transfer

@@ -1,0 +1,1052 @@
+#include "transfer/engine.hpp"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/eventfd.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <deque>
+#include <exception>
+#include <future>
+#include <map>
+#include <shared_mutex>
+#include <thread>
+#include <type_traits>
+
+namespace pynixlkv::transfer {
+
+namespace {
+
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+using std::chrono::nanoseconds;
+using std::chrono::seconds;
+
+/// How long a caller waits for the engine's thread to run a native call on its behalf.
+constexpr auto kCallDeadline = seconds(60);
+
+// How the thread waits. It spins (yielding) while an event is likely within microseconds, then naps
+// ever longer: a waiting transfer is polled at 20 kHz, then 2 kHz; an idle engine at idle_poll.
+constexpr auto kSpinWithWork = milliseconds(5);
+constexpr auto kNapWithWork = microseconds(50);
+constexpr auto kStalled = milliseconds(100);
+constexpr auto kNapStalled = microseconds(500);
+constexpr auto kSpinWithoutWork = microseconds(100);
+constexpr auto kLinger = milliseconds(2);
+
+std::int64_t ns(Clock::duration d) { return std::chrono::duration_cast<nanoseconds>(d).count(); }
+
+std::string seconds_text(Clock::duration d) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%.3g s", std::chrono::duration<double>(d).count());
+    return text;
+}
+
+std::string bytes_text(std::uint64_t bytes) {
+    char text[32];
+    if (bytes >= (1U << 20U)) {
+        std::snprintf(text, sizeof text, "%.1f MiB", static_cast<double>(bytes) / (1U << 20U));
+    } else {
+        std::snprintf(text, sizeof text, "%llu bytes", static_cast<unsigned long long>(bytes));
+    }
+    return text;
+}
+
+/// Refuse pairs that do not match, and rows on the written side that overlap.
+void check_pairs(const std::vector<Row>& local, const std::vector<Row>& remote, Op op) {
+    if (local.size() != remote.size()) {
+        throw Error("PlanError", std::to_string(local.size()) + " local rows do not pair with " +
+                                     std::to_string(remote.size()) + " remote rows");
+    }
+    for (std::size_t i = 0; i < local.size(); ++i) {
+        if (local[i].length != remote[i].length) {
+            throw Error("PlanError", "row " + std::to_string(i) + ": the local length " +
+                                         std::to_string(local[i].length) +
+                                         " differs from the remote length " +
+                                         std::to_string(remote[i].length));
+        }
+        if (local[i].length == 0) {
+            throw Error("PlanError",
+                        "row " + std::to_string(i) + " has length 0; leave empty rows out");
+        }
+    }
+    const std::vector<Row>& written = op == Op::kRead ? local : remote;
+    const auto overlap = [](const Row& a, const Row& b) {
+        return a.device == b.device && b.address < a.address + a.length;
+    };
+    bool ascending = true;
+    for (std::size_t i = 1; ascending && i < written.size(); ++i) {
+        ascending = std::pair(written[i - 1].device, written[i - 1].address) <
+                        std::pair(written[i].device, written[i].address) &&
+                    !overlap(written[i - 1], written[i]);
+    }
+    if (ascending) {
+        return;
+    }
+    std::vector<std::size_t> order(written.size());
+    for (std::size_t i = 0; i < order.size(); ++i) {
+        order[i] = i;
+    }
+    std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+        return std::pair(written[a].device, written[a].address) <
+               std::pair(written[b].device, written[b].address);
+    });
+    for (std::size_t i = 1; i < order.size(); ++i) {
+        if (overlap(written[order[i - 1]], written[order[i]])) {
+            throw Error("PlanError", "rows " + std::to_string(order[i - 1]) + " and " +
+                                         std::to_string(order[i]) +
+                                         " overlap on the written side; each destination byte may "
+                                         "be written once");
+        }
+    }
+}
+
+}  // namespace
+
+/// A transfer on the engine's thread, until it is quiet.
+struct Active {
+    struct Running {
+        std::unique_ptr<Operation> operation;
+        std::uint64_t bytes;
+    };
+
+    std::shared_ptr<Transfer> transfer;
+    std::vector<std::shared_ptr<Registration>> uses;
+    Expand expand;
+    std::vector<Row> local;
+    std::vector<Row> remote;
+    Memory local_memory = Memory::kDram;
+    Memory remote_memory = Memory::kDram;
+    std::optional<std::string> notify;
+    TimePoint submitted;
+    TimePoint deadline;
+    Clock::duration timeout{};
+    bool expanded = false;
+    std::size_t next = 0;
+    std::vector<Running> running;
+};
+
+/// What the engine's thread and its callers share. The thread holds one reference, the Engine
+/// another, so that neither has to wait for the other to go away.
+class Loop {
+  public:
+    Loop(std::string name, const EngineOptions& options)
+        : name_(std::move(name)),
+          options_(options),
+          completion_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+        if (completion_fd_ < 0) {
+            throw Error("StateError", "eventfd failed; the process may be out of descriptors");
+        }
+    }
+    Loop(const Loop&) = delete;
+    Loop& operator=(const Loop&) = delete;
+    ~Loop() { ::close(completion_fd_); }
+
+    // ---- engine thread ----
+    /// The thread's life.
+    /// @return whether everything was given back
+    bool run(const DriverFactory& factory, std::promise<void>& started);
+    std::shared_ptr<Registration> add_registration(const std::shared_ptr<Registration>& r);
+    std::shared_ptr<Peer> connect(const std::string& name, const std::string& incarnation,
+                                  const std::string& metadata, const std::vector<Span>& spans);
+    void disconnect(Peer& peer);
+    void notify(Peer& peer, const std::string& message);
+    void lose(Peer& peer, PeerState state, const std::string& reason,
+              const std::optional<NativeError>& cause);
+
+    // ---- any thread ----
+    void post(std::function<void()> command);
+    void wake();
+
+    const std::string name_;
+    const EngineOptions options_;
+    const int completion_fd_;
+
+    std::mutex mutex_;  // guards the next group
+    std::condition_variable woken_;
+    std::deque<std::function<void()>> commands_;
+    std::deque<Active> queued_;
+    bool wake_ = false;
+    bool closing_ = false;
+    bool stop_ = false;
+
+    std::mutex inbox_mutex_;  // guards the next group
+    std::condition_variable arrived_;
+    std::vector<Notification> inbox_;
+    std::vector<std::uint64_t> completed_;
+    std::optional<Error> receive_error_;
+
+    std::shared_mutex memory_mutex_;  // guards the next group
+    MemoryMap memory_;
+    std::map<std::uint64_t, std::shared_ptr<Registration>> registrations_;
+
+    std::mutex closed_mutex_;
+    std::condition_variable closed_changed_;
+    std::atomic<bool> closed_{false};
+    bool exited_ = false;  // guarded by closed_mutex_
+
+    std::atomic<std::uint64_t> next_id_{1};
+    std::atomic<std::size_t> num_quarantined_{0};
+    std::atomic<std::size_t> num_running_{0};
+
+    // Engine thread only.
+    std::unique_ptr<Driver> driver_;
+    std::vector<Active> active_;
+    std::map<std::string, std::shared_ptr<Peer>> peers_;
+
+  private:
+    bool run_commands();
+    bool refuse_the_rest();
+    bool admit();
+    bool advance(Active& a);
+    bool poll_running(Active& a);
+    bool start_batches(Active& a);
+    void make_rows(Active& a);
+    void cut_rows(Active& a) const;
+    bool receive();
+    void settle();
+    void pause(bool busy);
+    void teardown();
+    void abandon();
+    void end(Active& a, State state, const std::string& message,
+             const std::optional<NativeError>& cause);
+    [[nodiscard]] std::string describe(const Active& a) const;
+
+    std::size_t num_operations_ = 0;
+    std::vector<Notification> arrivals_;
+    TimePoint last_activity_ = Clock::now();
+};
+
+// ---------------------------------------------------------------------------------------------
+// Peer, Transfer
+
+std::string Peer::reason() const {
+    const std::lock_guard lock(mutex_);
+    return reason_;
+}
+
+bool Transfer::wait(TimePoint until, bool for_quiet) const {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_until(lock, until,
+                               [&] { return for_quiet ? is_quiet() : is_end(state()); });
+}
+
+TransferStats Transfer::stats() const {
+    const std::lock_guard lock(mutex_);
+    return stats_;
+}
+
+std::string Transfer::message() const {
+    const std::lock_guard lock(mutex_);
+    return message_;
+}
+
+std::optional<NativeError> Transfer::cause() const {
+    const std::lock_guard lock(mutex_);
+    return cause_;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Loop: any thread
+
+void Loop::wake() {
+    {
+        const std::lock_guard lock(mutex_);
+        wake_ = true;
+    }
+    woken_.notify_one();
+}
+
+void Loop::post(std::function<void()> command) {
+    {
+        const std::lock_guard lock(mutex_);
+        if (closing_) {
+            throw Error("ClosedError", "agent '" + name_ + "' is closed");
+        }
+        commands_.push_back(std::move(command));
+        wake_ = true;
+    }
+    woken_.notify_one();
+}
+
+// ---------------------------------------------------------------------------------------------
+// Loop: engine thread
+
+bool Loop::run(const DriverFactory& factory, std::promise<void>& started) {
+    ::pthread_setname_np(::pthread_self(), ("pnkv-" + name_).substr(0, 15).c_str());
+    ::prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);  // naps of 50 us should not become 100 us
+    try {
+        driver_ = factory();
+    } catch (...) {
+        started.set_exception(std::current_exception());
+        return true;
+    }
+    started.set_value();
+
+    for (;;) {
+        bool busy = run_commands();
+        busy |= admit();
+        for (Active& a : active_) {
+            busy |= advance(a);
+        }
+        settle();
+        busy |= receive();
+        bool closing = false;
+        {
+            const std::lock_guard lock(mutex_);
+            if (stop_) {
+                break;
+            }
+            closing = closing_ && commands_.empty() && queued_.empty();
+        }
+        if (closing) {
+            for (Active& a : active_) {
+                end(a, State::kCancelled, describe(a) + " was cancelled: the agent was closed", {});
+            }
+            if (active_.empty()) {
+                break;
+            }
+        }
+        pause(busy);
+    }
+    const bool clean = active_.empty() && refuse_the_rest();
+    if (clean) {
+        teardown();
+    } else {
+        abandon();
+    }
+    return clean;
+}
+
+/// Drop commands and transfers that came too late; their callers see the agent as closed.
+/// @return whether no transfer was among them
+bool Loop::refuse_the_rest() {
+    const std::lock_guard lock(mutex_);
+    commands_.clear();
+    return queued_.empty();
+}
+
+bool Loop::run_commands() {
+    std::deque<std::function<void()>> commands;
+    {
+        const std::lock_guard lock(mutex_);
+        commands.swap(commands_);
+        wake_ = false;
+    }
+    for (auto& command : commands) {
+        command();
+    }
+    return !commands.empty();
+}
+
+bool Loop::admit() {
+    std::deque<Active> queued;
+    {
+        const std::lock_guard lock(mutex_);
+        queued.swap(queued_);
+    }
+    for (Active& a : queued) {
+        {
+            const std::lock_guard lock(a.transfer->mutex_);
+            a.transfer->stats_.queued_ns = ns(Clock::now() - a.submitted);
+        }
+        ++a.transfer->peer_->unquiet_;
+        active_.push_back(std::move(a));
+    }
+    return !queued.empty();
+}
+
+std::string Loop::describe(const Active& a) const {
+    const Transfer& t = *a.transfer;
+    return std::string(t.op_ == Op::kRead ? "READ from" : "WRITE to") + " peer '" +
+           t.peer_->name_ + "' (transfer " + std::to_string(t.id_) + ")";
+}
+
+/// Give a transfer its end state, once; later calls change nothing.
+void Loop::end(Active& a, State state, const std::string& message,
+               const std::optional<NativeError>& cause) {
+    Transfer& t = *a.transfer;
+    if (is_end(t.state())) {
+        return;
+    }
+    {
+        const std::lock_guard lock(t.mutex_);
+        t.stats_.total_ns = ns(Clock::now() - a.submitted);
+        t.message_ = message;
+        t.cause_ = cause;
+        t.state_.store(state, std::memory_order_release);
+        if (a.running.empty()) {
+            t.quiet_.store(true, std::memory_order_release);
+        }
+    }
+    t.changed_.notify_all();
+    num_running_.fetch_sub(1);
+    if (!a.running.empty()) {
+        num_quarantined_.fetch_add(1);
+    }
+    if (t.watched_.load()) {
+        const std::lock_guard lock(inbox_mutex_);
+        if (t.watched_.exchange(false)) {
+            completed_.push_back(t.id_);
+            (void)::eventfd_write(completion_fd_, 1);
+        }
+    }
+}
+
+void Loop::cut_rows(Active& a) const {
+    const std::uint64_t limit = options_.batch_bytes;
+    const auto too_long = [limit](const Row& row) { return row.length > limit; };
+    if (std::none_of(a.local.begin(), a.local.end(), too_long)) {
+        return;
+    }
+    std::vector<Row> local;
+    std::vector<Row> remote;
+    for (std::size_t i = 0; i < a.local.size(); ++i) {
+        for (std::uint64_t done = 0; done < a.local[i].length; done += limit) {
+            const std::uint64_t length = std::min(limit, a.local[i].length - done);
+            local.push_back({a.local[i].address + done, length, a.local[i].device});
+            remote.push_back({a.remote[i].address + done, length, a.remote[i].device});
+        }
+    }
+    a.local.swap(local);
+    a.remote.swap(remote);
+}
+
+void Loop::make_rows(Active& a) {
+    const TimePoint begin = Clock::now();
+    if (a.expand) {
+        a.local.clear();
+        a.remote.clear();
+        a.expand(a.local, a.remote);
+        a.expand = nullptr;
+    }
+    cut_rows(a);
+    a.expanded = true;
+    std::uint64_t bytes = 0;
+    for (const Row& row : a.local) {
+        bytes += row.length;
+    }
+    Transfer& t = *a.transfer;
+    const std::lock_guard lock(t.mutex_);
+    t.stats_.expand_ns = ns(Clock::now() - begin);
+    t.stats_.bytes = bytes;
+    t.stats_.descriptors = a.local.size();
+    t.state_.store(State::kRunning, std::memory_order_release);
+}
+
+/// Ask every native request of a transfer whether it has ended.
+bool Loop::poll_running(Active& a) {
+    bool busy = false;
+    for (std::size_t i = 0; i < a.running.size();) {
+        bool ended = false;
+        std::uint64_t arrived = 0;
+        try {
+            ended = a.running[i].operation->poll();
+            arrived = ended ? a.running[i].bytes : 0;
+        } catch (const ConnectionLost& e) {
+            ended = true;
+            lose(*a.transfer->peer_, PeerState::kLost, e.what(), e);
+        } catch (const NativeError& e) {
+            ended = true;
+            end(a, State::kFailed, describe(a) + " failed: " + e.what(), e);
+        } catch (const std::exception& e) {
+            ended = true;
+            end(a, State::kFailed, describe(a) + " failed: " + e.what(), {});
+        }
+        if (!ended) {
+            ++i;
+            continue;
+        }
+        busy = true;
+        a.running[i] = std::move(a.running.back());
+        a.running.pop_back();
+        --num_operations_;
+        const std::lock_guard lock(a.transfer->mutex_);
+        a.transfer->stats_.bytes_done += arrived;
+    }
+    return busy;
+}
+
+/// Hand at most one batch to the library, so that transfers take turns.
+bool Loop::start_batches(Active& a) {
+    if (a.next >= a.local.size() || num_operations_ >= options_.window) {
+        return false;
+    }
+    std::size_t last = a.next;
+    std::uint64_t bytes = 0;
+    while (last < a.local.size() && last - a.next < options_.batch_rows &&
+           (last == a.next || bytes + a.local[last].length <= options_.batch_bytes)) {
+        bytes += a.local[last++].length;
+    }
+    const std::size_t count = last - a.next;
+    const Batch batch{a.transfer->op_, std::span(a.local).subspan(a.next, count),
+                      std::span(a.remote).subspan(a.next, count), a.local_memory, a.remote_memory};
+    const TimePoint begin = Clock::now();
+    auto operation = driver_->start(*a.transfer->peer_->native_, batch);
+    const std::int64_t post_ns = ns(Clock::now() - begin);
+    a.running.push_back({std::move(operation), bytes});
+    ++num_operations_;
+    a.next = last;
+    const std::lock_guard lock(a.transfer->mutex_);
+    a.transfer->stats_.post_ns += post_ns;
+    ++a.transfer->stats_.batches;
+    return true;
+}
+
+bool Loop::advance(Active& a) {
+    Transfer& t = *a.transfer;
+    bool busy = poll_running(a);
+    if (is_end(t.state())) {
+        return busy;
+    }
+    if (t.cancel_.load()) {
+        end(a, State::kCancelled, describe(a) + " was cancelled by its owner", {});
+        return true;
+    }
+    if (t.peer_->state() != PeerState::kConnected) {
+        const bool lost = t.peer_->state() == PeerState::kLost;
+        end(a, lost ? State::kPeerLost : State::kCancelled,
+            describe(a) + (lost ? " failed: the peer is lost: " + t.peer_->reason()
+                                : " was cancelled: the peer was disconnected"),
+            {});
+        return true;
+    }
+    if (Clock::now() >= a.deadline) {
+        const std::uint64_t done = t.stats().bytes_done;
+        end(a, State::kTimedOut,
+            describe(a) + " did not end within " + seconds_text(a.timeout) + ": " +
+                bytes_text(done) + " of " + bytes_text(t.stats().bytes) + " are known to have " +
+                "arrived" +
+                (a.running.empty() ? ""
+                                   : "; its buffers stay quarantined until the library reports the "
+                                     "rest as ended"),
+            {});
+        return true;
+    }
+    try {
+        if (!a.expanded) {
+            make_rows(a);
+        }
+        busy |= start_batches(a);
+        if (a.next >= a.local.size() && a.running.empty()) {
+            if (a.notify) {
+                driver_->notify(*t.peer_->native_, *a.notify);
+            }
+            end(a, State::kDone, {}, {});
+            busy = true;
+        }
+    } catch (const ConnectionLost& e) {
+        lose(*t.peer_, PeerState::kLost, e.what(), e);
+        busy = true;
+    } catch (const NativeError& e) {
+        end(a, State::kFailed, describe(a) + " failed: " + e.what(), e);
+        busy = true;
+    } catch (const std::exception& e) {
+        end(a, State::kFailed, describe(a) + " failed: " + e.what(), {});
+        busy = true;
+    }
+    return busy;
+}
+
+/// Let go of what has become quiet: transfers first, then the connections that wait for them.
+void Loop::settle() {
+    std::erase_if(active_, [this](Active& a) {
+        Transfer& t = *a.transfer;
+        if (!is_end(t.state()) || !a.running.empty()) {
+            return false;
+        }
+        for (const auto& registration : a.uses) {
+            registration->uses_.fetch_sub(1);
+        }
+        --t.peer_->unquiet_;
+        if (!t.is_quiet()) {
+            {
+                const std::lock_guard lock(t.mutex_);
+                t.quiet_.store(true, std::memory_order_release);
+            }
+            t.changed_.notify_all();
+            num_quarantined_.fetch_sub(1);
+        }
+        return true;
+    });
+    for (auto& [name, peer] : peers_) {
+        if (peer->native_ && peer->state() != PeerState::kConnected && peer->unquiet_ == 0) {
+            peer->native_.reset();
+        }
+    }
+}
+
+/// The peer is gone: all that runs to it ends now, with one reason.
+void Loop::lose(Peer& peer, PeerState state, const std::string& reason,
+                const std::optional<NativeError>& cause) {
+    if (peer.state() != PeerState::kConnected) {
+        return;
+    }
+    {
+        const std::lock_guard lock(peer.mutex_);
+        peer.reason_ = reason;
+    }
+    peer.state_.store(state);
+    for (Active& a : active_) {
+        if (a.transfer->peer_.get() != &peer) {
+            continue;
+        }
+        if (state == PeerState::kLost) {
+            end(a, State::kPeerLost, describe(a) + " failed: the peer is lost: " + reason, cause);
+        } else {
+            end(a, State::kCancelled, describe(a) + " was cancelled: " + reason, cause);
+        }
+    }
+}
+
+bool Loop::receive() {
+    try {
+        driver_->receive(arrivals_);
+    } catch (const std::exception& e) {
+        const auto* ours = dynamic_cast<const Error*>(&e);
+        {
+            const std::lock_guard lock(inbox_mutex_);
+            receive_error_ = ours != nullptr ? *ours : Error("StateError", e.what());
+        }
+        arrived_.notify_all();
+        return false;
+    }
+    if (arrivals_.empty()) {
+        return false;
+    }
+    {
+        const std::lock_guard lock(inbox_mutex_);
+        for (Notification& n : arrivals_) {
+            inbox_.push_back(std::move(n));
+        }
+        arrivals_.clear();
+    }
+    arrived_.notify_all();
+    return true;
+}
+
+void Loop::pause(bool busy) {
+    const TimePoint now = Clock::now();
+    if (busy) {
+        last_activity_ = now;
+        return;
+    }
+    const auto quiet_for = now - last_activity_;
+    Clock::duration nap;
+    if (num_running_.load() > 0) {
+        if (quiet_for < kSpinWithWork) {
+            std::this_thread::yield();
+            return;
+        }
+        nap = quiet_for < kStalled ? Clock::duration(kNapWithWork) : Clock::duration(kNapStalled);
+    } else if (quiet_for < kSpinWithoutWork) {
+        std::this_thread::yield();
+        return;
+    } else {
+        nap = quiet_for < kLinger ? Clock::duration(kNapWithWork)
+                                  : Clock::duration(options_.idle_poll);
+    }
+    std::unique_lock lock(mutex_);
+    if (woken_.wait_until(lock, now + nap, [this] { return wake_; })) {
+        last_activity_ = Clock::now();
+    }
+}
+
+/// Give everything back, in the order that libraries demand: connections, memory, agent.
+void Loop::teardown() {
+    for (auto& [name, peer] : peers_) {
+        lose(*peer, PeerState::kDisconnected, "the agent was closed", {});
+        peer->native_.reset();
+    }
+    {
+        const std::unique_lock lock(memory_mutex_);
+        for (auto& [id, registration] : registrations_) {
+            registration->open_.store(false);
+            registration->native_.reset();
+        }
+        registrations_.clear();
+        memory_.clear();
+    }
+    driver_.reset();
+}
+
+/// Process exit with operations that may still run: keep all that they touch, for ever.
+void Loop::abandon() {
+    struct Kept {
+        std::vector<Active> active;
+        std::unique_ptr<Driver> driver;
+        std::map<std::string, std::shared_ptr<Peer>> peers;
+        std::map<std::uint64_t, std::shared_ptr<Registration>> registrations;
+    };
+    const std::unique_lock lock(memory_mutex_);
+    [[maybe_unused]] auto* kept = new Kept{std::move(active_), std::move(driver_),
+                                           std::move(peers_), std::move(registrations_)};
+}
+
+std::shared_ptr<Registration> Loop::add_registration(
+    const std::shared_ptr<Registration>& registration) {
+    {
+        const std::unique_lock lock(memory_mutex_);
+        memory_.add(registration->id_, registration->spans_);
+    }
+    try {
+        registration->native_ = driver_->register_memory(registration->spans_);
+    } catch (...) {
+        const std::unique_lock lock(memory_mutex_);
+        memory_.remove(registration->id_);
+        throw;
+    }
+    const std::unique_lock lock(memory_mutex_);
+    registrations_.emplace(registration->id_, registration);
+    return registration;
+}
+
+std::shared_ptr<Peer> Loop::connect(const std::string& name, const std::string& incarnation,
+                                    const std::string& metadata, const std::vector<Span>& spans) {
+    MemoryMap memory;
+    memory.add(0, spans);
+    std::uint64_t generation = 1;
+    if (const auto it = peers_.find(name); it != peers_.end()) {
+        Peer& old = *it->second;
+        if (old.state() == PeerState::kConnected && old.incarnation_ == incarnation) {
+            driver_->refresh(*old.native_, metadata);
+            const std::lock_guard lock(old.mutex_);
+            old.memory_ = std::move(memory);
+            return it->second;
+        }
+        if (old.state() == PeerState::kConnected) {
+            if (driver_->is_alive(*old.native_)) {
+                throw Error("DuplicatePeerError",
+                            "another live agent named '" + name +
+                                "' is connected; agent names must be unique, or disconnect() the "
+                                "other one first");
+            }
+            lose(old, PeerState::kLost, "its connection was found dead when a successor connected",
+                 {});
+        }
+        settle();
+        if (old.native_) {
+            throw Error("StateError", std::to_string(old.unquiet_) +
+                                          " transfers to the previous generation of peer '" + name +
+                                          "' are not quiet yet; connect again when they are");
+        }
+        generation = old.generation_ + 1;
+    }
+    auto peer = std::make_shared<Peer>(name, incarnation, generation);
+    peer->native_ = driver_->connect(name, metadata);
+    peer->memory_ = std::move(memory);
+    peers_[name] = peer;
+    return peer;
+}
+
+void Loop::notify(Peer& peer, const std::string& message) {
+    if (peer.state() != PeerState::kConnected) {
+        throw Error("PeerLostError",
+                    "peer '" + peer.name_ + "' is not connected: " + peer.reason());
+    }
+    try {
+        driver_->notify(*peer.native_, message);
+    } catch (const ConnectionLost& e) {
+        lose(peer, PeerState::kLost, e.what(), e);
+        throw;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Engine
+
+Engine::Engine(std::string name, const DriverFactory& factory, const EngineOptions& options)
+    : loop_(std::make_shared<Loop>(std::move(name), options)), pid_(::getpid()) {
+    auto started = std::make_shared<std::promise<void>>();
+    auto ready = started->get_future();
+    // Signals belong to the application's threads.
+    sigset_t all;
+    sigset_t before;
+    ::sigfillset(&all);
+    ::pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+        std::thread([loop = loop_, factory, started] {
+            const bool clean = loop->run(factory, *started);
+            const std::lock_guard lock(loop->closed_mutex_);
+            loop->exited_ = true;
+            loop->closed_.store(clean);
+            loop->closed_changed_.notify_all();
+        }).detach();
+    } catch (...) {
+        ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        throw;
+    }
+    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    if (ready.wait_for(kCallDeadline) != std::future_status::ready) {
+        throw Error("StateError", "agent '" + loop_->name_ + "' did not start within " +
+                                      seconds_text(kCallDeadline));
+    }
+    ready.get();
+}
+
+Engine::~Engine() {
+    if (::getpid() != pid_) {
+        // The thread does not exist in a forked child, and its locks may be held for ever.
+        [[maybe_unused]] auto* kept = new std::shared_ptr<Loop>(std::move(loop_));
+        return;
+    }
+    {
+        const std::lock_guard lock(loop_->mutex_);
+        loop_->closing_ = true;
+        loop_->wake_ = true;
+    }
+    loop_->woken_.notify_one();
+}
+
+void Engine::check_usable() const {
+    if (::getpid() != pid_) {
+        throw Error("ForkError", "agent '" + loop_->name_ +
+                                     "' was made before fork(); make agents in the child instead");
+    }
+}
+
+template <class F>
+auto Engine::call(F function) -> decltype(function()) {
+    using Result = decltype(function());
+    check_usable();
+    auto promise = std::make_shared<std::promise<Result>>();
+    auto future = promise->get_future();
+    loop_->post([promise, function = std::move(function)]() mutable {
+        try {
+            if constexpr (std::is_void_v<Result>) {
+                function();
+                promise->set_value();
+            } else {
+                promise->set_value(function());
+            }
+        } catch (...) {
+            promise->set_exception(std::current_exception());
+        }
+    });
+    if (future.wait_for(kCallDeadline) != std::future_status::ready) {
+        throw Error("StateError", "agent '" + loop_->name_ + "' did not answer within " +
+                                      seconds_text(kCallDeadline) +
+                                      "; its thread is inside a native call");
+    }
+    try {
+        return future.get();
+    } catch (const std::future_error&) {  // the thread ended before it came to the call
+        throw Error("ClosedError", "agent '" + loop_->name_ + "' is closed");
+    }
+}
+
+std::shared_ptr<Registration> Engine::register_memory(std::vector<Span> spans) {
+    if (spans.empty()) {
+        throw Error("ConfigError", "there is nothing to register: the list of spans is empty");
+    }
+    auto registration =
+        std::make_shared<Registration>(loop_->next_id_.fetch_add(1), std::move(spans));
+    return call([loop = loop_, registration] { return loop->add_registration(registration); });
+}
+
+void Engine::deregister(const std::shared_ptr<Registration>& registration) {
+    check_usable();
+    {
+        const std::unique_lock lock(loop_->memory_mutex_);
+        if (!registration->open_.load() ||
+            loop_->registrations_.find(registration->id_) == loop_->registrations_.end()) {
+            throw Error("ClosedError", "the registration is not one of agent '" + loop_->name_ +
+                                           "', or was deregistered before");
+        }
+        if (const std::size_t uses = registration->uses(); uses > 0) {
+            throw Error("RegistrationInUseError",
+                        std::to_string(uses) +
+                            " transfers that are not quiet still use the memory; wait for them");
+        }
+        registration->open_.store(false);
+        loop_->memory_.remove(registration->id_);
+        loop_->registrations_.erase(registration->id_);
+    }
+    call([registration] { registration->native_.reset(); });
+}
+
+void Engine::check_registered(const std::vector<Row>& rows) const {
+    check_usable();
+    const std::shared_lock lock(loop_->memory_mutex_);
+    (void)loop_->memory_.cover(rows, "of agent '" + loop_->name_ + "'");
+}
+
+std::string Engine::metadata() {
+    return call([loop = loop_] { return loop->driver_->metadata(); });
+}
+
+std::shared_ptr<Peer> Engine::connect(const std::string& name, const std::string& incarnation,
+                                      const std::string& metadata, const std::vector<Span>& spans) {
+    return call([loop = loop_, name, incarnation, metadata, spans] {
+        return loop->connect(name, incarnation, metadata, spans);
+    });
+}
+
+bool Engine::is_alive(const std::shared_ptr<Peer>& peer) {
+    return call([loop = loop_, peer] {
+        if (peer->state() != PeerState::kConnected) {
+            return false;
+        }
+        if (!loop->driver_->is_alive(*peer->native_)) {
+            loop->lose(*peer, PeerState::kLost, "the connection is dead", {});
+            return false;
+        }
+        return true;
+    });
+}
+
+void Engine::disconnect(const std::shared_ptr<Peer>& peer) {
+    call([loop = loop_, peer] {
+        loop->lose(*peer, PeerState::kDisconnected, "the peer was disconnected", {});
+    });
+}
+
+std::shared_ptr<Transfer> Engine::submit(Request request) {
+    check_usable();
+    const TimePoint now = Clock::now();
+    if (request.timeout <= Clock::duration::zero()) {
+        throw Error("ConfigError", "the timeout of a transfer must be positive, not " +
+                                       seconds_text(request.timeout));
+    }
+    if (!request.expand) {
+        check_pairs(request.local_extents, request.remote_extents, request.op);
+    }
+    const auto& peer = request.peer;
+    MemoryMap::Cover remote;
+    {
+        const std::lock_guard lock(peer->mutex_);
+        if (peer->state() != PeerState::kConnected) {
+            throw Error(peer->state() == PeerState::kLost ? "PeerLostError" : "StalePeerError",
+                        "generation " + std::to_string(peer->generation_) + " of peer '" +
+                            peer->name_ + "' is not connected any more: " + peer->reason_ +
+                            "; connect() again");
+        }
+        remote = peer->memory_.cover(request.remote_extents, "of peer '" + peer->name_ + "'");
+    }
+    auto transfer = std::shared_ptr<Transfer>(
+        new Transfer(loop_->next_id_.fetch_add(1), request.op, request.peer));
+    Active active;
+    active.transfer = transfer;
+    active.submitted = now;
+    active.timeout = request.timeout;
+    // A timeout beyond the clock's range means "no practical limit"; it must not wrap around.
+    active.deadline = request.timeout < TimePoint::max() - now ? now + request.timeout
+                                                               : TimePoint::max();
+    active.notify = std::move(request.notify);
+    active.remote_memory = remote.memory;
+    {
+        const std::shared_lock lock(loop_->memory_mutex_);
+        const auto local =
+            loop_->memory_.cover(request.local_extents, "of agent '" + loop_->name_ + "'");
+        active.local_memory = local.memory;
+        for (const MemoryMap::Owner owner : local.owners) {
+            active.uses.push_back(loop_->registrations_.at(owner));
+        }
+        for (const auto& registration : active.uses) {
+            registration->uses_.fetch_add(1);
+        }
+    }
+    active.expand = std::move(request.expand);
+    if (!active.expand) {
+        active.local = std::move(request.local_extents);
+        active.remote = std::move(request.remote_extents);
+    }
+    {
+        const std::lock_guard lock(loop_->mutex_);
+        if (loop_->closing_) {
+            for (const auto& registration : active.uses) {
+                registration->uses_.fetch_sub(1);
+            }
+            throw Error("ClosedError", "agent '" + loop_->name_ + "' is closed");
+        }
+        loop_->queued_.push_back(std::move(active));
+        loop_->num_running_.fetch_add(1);
+        loop_->wake_ = true;
+    }
+    loop_->woken_.notify_one();
+    return transfer;
+}
+
+void Engine::cancel(const std::shared_ptr<Transfer>& transfer) {
+    check_usable();
+    transfer->cancel_.store(true);
+    loop_->wake();
+}
+
+void Engine::watch(const std::shared_ptr<Transfer>& transfer) {
+    check_usable();
+    const std::lock_guard lock(loop_->inbox_mutex_);
+    transfer->watched_.store(true);
+    if (is_end(transfer->state()) && transfer->watched_.exchange(false)) {
+        loop_->completed_.push_back(transfer->id_);
+        (void)::eventfd_write(loop_->completion_fd_, 1);
+    }
+}
+
+std::vector<std::uint64_t> Engine::take_completed() {
+    check_usable();
+    std::vector<std::uint64_t> ids;
+    const std::lock_guard lock(loop_->inbox_mutex_);
+    eventfd_t count = 0;
+    (void)::eventfd_read(loop_->completion_fd_, &count);
+    ids.swap(loop_->completed_);
+    return ids;
+}
+
+int Engine::completion_fd() const noexcept { return loop_->completion_fd_; }
+
+void Engine::notify(const std::shared_ptr<Peer>& peer, std::string message) {
+    call([loop = loop_, peer, message = std::move(message)] { loop->notify(*peer, message); });
+}
+
+std::vector<Notification> Engine::take_notifications(TimePoint until) {
+    check_usable();
+    std::vector<Notification> taken;
+    std::unique_lock lock(loop_->inbox_mutex_);
+    loop_->arrived_.wait_until(
+        lock, until, [this] { return !loop_->inbox_.empty() || loop_->receive_error_; });
+    taken.swap(loop_->inbox_);
+    if (taken.empty() && loop_->receive_error_) {
+        const Error error = *loop_->receive_error_;
+        loop_->receive_error_.reset();
+        throw Error(error);
+    }
+    return taken;
+}
+
+std::size_t Engine::quarantined() const noexcept { return loop_->num_quarantined_.load(); }
+std::size_t Engine::running() const noexcept { return loop_->num_running_.load(); }
+const std::string& Engine::name() const noexcept { return loop_->name_; }
+
+bool Engine::close(TimePoint until) {
+    check_usable();
+    {
+        const std::lock_guard lock(loop_->mutex_);
+        loop_->closing_ = true;
+        loop_->wake_ = true;
+    }
+    loop_->woken_.notify_one();
+    std::unique_lock lock(loop_->closed_mutex_);
+    loop_->closed_changed_.wait_until(lock, until, [this] { return loop_->exited_; });
+    return loop_->closed_.load();
+}
+
+bool Engine::is_closed() const noexcept { return loop_->closed_.load(); }
+
+void Engine::stop(TimePoint until) {
+    check_usable();
+    {
+        const std::lock_guard lock(loop_->mutex_);
+        loop_->closing_ = true;
+        loop_->stop_ = true;
+        loop_->wake_ = true;
+    }
+    loop_->woken_.notify_one();
+    std::unique_lock lock(loop_->closed_mutex_);
+    loop_->closed_changed_.wait_until(lock, until, [this] { return loop_->exited_; });
+}
+
+}  // namespace pynixlkv::transfer

@@ -1,0 +1,248 @@
+#include "transfer/fake_driver.hpp"
+
+#include <charconv>
+#include <cstring>
+#include <utility>
+
+#include "base/error.hpp"
+
+namespace pynixlkv::transfer {
+
+namespace {
+
+NativeError fake_error(const std::string& call, const std::string& detail) {
+    return {"fake", "backend", -2, call, detail, call + " failed: " + detail};
+}
+
+struct FakeConnection final : Connection {
+    FakeConnection(std::string peer_name, std::uint64_t peer_token)
+        : name(std::move(peer_name)), token(peer_token) {}
+    const std::string name;
+    const std::uint64_t token;
+};
+
+/// Registration is undone by whoever made it, through the network.
+class FakeRegistered final : public Registered {
+  public:
+    explicit FakeRegistered(std::function<void()> undo) : undo_(std::move(undo)) {}
+    FakeRegistered(const FakeRegistered&) = delete;
+    FakeRegistered& operator=(const FakeRegistered&) = delete;
+    ~FakeRegistered() override { undo_(); }
+
+  private:
+    std::function<void()> undo_;
+};
+
+}  // namespace
+
+class FakeOperation final : public Operation {
+  public:
+    FakeOperation(std::shared_ptr<FakeNetwork> network, const FakeConnection& connection,
+                  const Batch& batch, TimePoint ready)
+        : network_(std::move(network)),
+          name_(connection.name),
+          token_(connection.token),
+          op_(batch.op),
+          local_(batch.local.begin(), batch.local.end()),
+          remote_(batch.remote.begin(), batch.remote.end()),
+          ready_(ready) {}
+
+    /// Copy a part of the rows; the caller holds the network's lock.
+    void copy(std::size_t first, std::size_t last) const {
+        for (std::size_t i = first; i < last; ++i) {
+            auto* here = reinterpret_cast<void*>(local_[i].address);    // NOLINT
+            auto* there = reinterpret_cast<void*>(remote_[i].address);  // NOLINT
+            if (op_ == Op::kRead) {
+                std::memcpy(here, there, local_[i].length);
+            } else {
+                std::memcpy(there, here, local_[i].length);
+            }
+        }
+    }
+
+    [[nodiscard]] std::size_t half() const noexcept { return local_.size() / 2; }
+
+    bool poll() override {
+        const std::lock_guard lock(network_->mutex_);
+        auto* peer = network_->find(name_, token_);
+        if (peer == nullptr) {
+            throw ConnectionLost(fake_error("poll", "the connection to '" + name_ + "' broke"));
+        }
+        if (peer->paused || Clock::now() < ready_) {
+            return false;
+        }
+        if (peer->failures > 0) {
+            --peer->failures;
+            throw fake_error("poll", "a failure was injected");
+        }
+        (void)peer->memory.cover(remote_, "of peer '" + name_ + "'");
+        copy(half(), local_.size());
+        return true;
+    }
+
+  private:
+    const std::shared_ptr<FakeNetwork> network_;
+    const std::string name_;
+    const std::uint64_t token_;
+    const Op op_;
+    const std::vector<Row> local_;
+    const std::vector<Row> remote_;
+    const TimePoint ready_;
+};
+
+// ---------------------------------------------------------------------------------------------
+// FakeNetwork
+
+FakeNetwork::Endpoint& FakeNetwork::at(const std::string& name) {
+    const auto it = endpoints_.find(name);
+    if (it == endpoints_.end()) {
+        throw Error("UnknownPeerError", "the fake network has no agent named '" + name + "'");
+    }
+    return it->second;
+}
+
+FakeNetwork::Endpoint* FakeNetwork::find(const std::string& name, std::uint64_t token) {
+    const auto it = endpoints_.find(name);
+    if (it == endpoints_.end() || it->second.token != token || it->second.killed) {
+        return nullptr;
+    }
+    return &it->second;
+}
+
+void FakeNetwork::set_delay(const std::string& name, Clock::duration delay) {
+    const std::lock_guard lock(mutex_);
+    at(name).delay = delay;
+}
+
+void FakeNetwork::pause(const std::string& name) {
+    const std::lock_guard lock(mutex_);
+    at(name).paused = true;
+}
+
+void FakeNetwork::resume(const std::string& name) {
+    const std::lock_guard lock(mutex_);
+    at(name).paused = false;
+}
+
+void FakeNetwork::kill(const std::string& name) {
+    const std::lock_guard lock(mutex_);
+    at(name).killed = true;
+}
+
+void FakeNetwork::fail_next(const std::string& name, std::size_t count) {
+    const std::lock_guard lock(mutex_);
+    at(name).failures = count;
+}
+
+void FakeNetwork::drop_notifications(const std::string& name, std::size_t count) {
+    const std::lock_guard lock(mutex_);
+    at(name).drops = count;
+}
+
+// ---------------------------------------------------------------------------------------------
+// FakeDriver
+
+FakeDriver::FakeDriver(std::string name, std::shared_ptr<FakeNetwork> network)
+    : name_(std::move(name)), network_(std::move(network)) {
+    const std::lock_guard lock(network_->mutex_);
+    const auto [it, added] = network_->endpoints_.try_emplace(name_);
+    if (!added) {
+        if (!it->second.killed) {
+            throw Error("DuplicatePeerError",
+                        "the fake network has an agent named '" + name_ + "' already");
+        }
+        it->second = {};  // a successor of a killed agent
+    }
+    token_ = network_->next_token_++;
+    it->second.token = token_;
+}
+
+FakeDriver::~FakeDriver() {
+    const std::lock_guard lock(network_->mutex_);
+    const auto it = network_->endpoints_.find(name_);
+    if (it != network_->endpoints_.end() && it->second.token == token_) {
+        network_->endpoints_.erase(it);
+    }
+}
+
+std::unique_ptr<Registered> FakeDriver::register_memory(std::span<const Span> spans) {
+    const std::lock_guard lock(network_->mutex_);
+    const MemoryMap::Owner owner = network_->next_token_++;
+    if (auto* self = network_->find(name_, token_)) {
+        self->memory.add(owner, spans);
+    }
+    return std::make_unique<FakeRegistered>(
+        [network = network_, name = name_, token = token_, owner] {
+            const std::lock_guard inner(network->mutex_);
+            if (auto* self = network->find(name, token)) {
+                self->memory.remove(owner);
+            }
+        });
+}
+
+std::string FakeDriver::metadata() { return std::to_string(token_); }
+
+std::unique_ptr<Connection> FakeDriver::connect(const std::string& name,
+                                                std::string_view metadata) {
+    std::uint64_t token = 0;
+    const auto [end, error] =
+        std::from_chars(metadata.data(), metadata.data() + metadata.size(), token);
+    if (error != std::errc() || end != metadata.data() + metadata.size()) {
+        throw fake_error("connect", "the metadata of '" + name + "' is not a fake agent's");
+    }
+    const std::lock_guard lock(network_->mutex_);
+    if (network_->find(name, token) == nullptr) {
+        throw ConnectionLost(fake_error("connect", "'" + name + "' cannot be reached"));
+    }
+    return std::make_unique<FakeConnection>(name, token);
+}
+
+void FakeDriver::refresh(Connection& /*connection*/, std::string_view /*metadata*/) {}
+
+bool FakeDriver::is_alive(Connection& connection) {
+    const auto& peer = static_cast<const FakeConnection&>(connection);
+    const std::lock_guard lock(network_->mutex_);
+    return network_->find(peer.name, peer.token) != nullptr;
+}
+
+std::unique_ptr<Operation> FakeDriver::start(Connection& connection, const Batch& batch) {
+    const auto& peer = static_cast<const FakeConnection&>(connection);
+    const std::lock_guard lock(network_->mutex_);
+    const auto* endpoint = network_->find(peer.name, peer.token);
+    if (endpoint == nullptr) {
+        throw ConnectionLost(fake_error("start", "'" + peer.name + "' cannot be reached"));
+    }
+    (void)endpoint->memory.cover(batch.remote, "of peer '" + peer.name + "'");
+    auto operation = std::make_unique<FakeOperation>(network_, peer, batch,
+                                                     Clock::now() + endpoint->delay);
+    operation->copy(0, operation->half());
+    return operation;
+}
+
+void FakeDriver::notify(Connection& connection, const std::string& message) {
+    const auto& peer = static_cast<const FakeConnection&>(connection);
+    const std::lock_guard lock(network_->mutex_);
+    auto* endpoint = network_->find(peer.name, peer.token);
+    if (endpoint == nullptr) {
+        throw ConnectionLost(fake_error("notify", "'" + peer.name + "' cannot be reached"));
+    }
+    if (endpoint->drops > 0) {
+        --endpoint->drops;
+        return;
+    }
+    endpoint->inbox.push_back({name_, message});
+}
+
+void FakeDriver::receive(std::vector<Notification>& into) {
+    const std::lock_guard lock(network_->mutex_);
+    auto* self = network_->find(name_, token_);
+    if (self == nullptr || self->paused) {
+        return;
+    }
+    for (Notification& n : self->inbox) {
+        into.push_back(std::move(n));
+    }
+    self->inbox.clear();
+}
+
+}  // namespace pynixlkv::transfer

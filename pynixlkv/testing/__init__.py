@@ -1,0 +1,92 @@
+"""Test doubles and test suites for code that uses, or implements, a transfer engine.
+
+`FakeAgent` moves real bytes between agents of one process and keeps every promise of the `Agent`
+protocol, since it runs on the same engine as the others; `FakeNetwork` makes it slow, lossy or dead
+on demand. `pynixlkv.testing.conformance` holds the suite that every engine passes (it needs
+pytest).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pynixlkv import _native
+from pynixlkv.agent import EngineAgent
+
+__all__ = ["FakeAgent", "FakeNetwork", "live_counts"]
+
+
+class FakeNetwork:
+    """The fake agents that can reach each other, and the faults between them. Thread-safe.
+
+    Every method that names an agent raises `UnknownPeerError` if there is none of that name.
+    """
+
+    def __init__(self) -> None:
+        self._native = _native.FakeNetwork()
+
+    def set_delay(self, agent: str, seconds: float) -> None:
+        """Make operations to the agent take this long; half of each batch moves at once."""
+        self._native.set_delay(agent, seconds)
+
+    def pause(self, agent: str) -> None:
+        """Leave operations to the agent pending, as if its process were stopped."""
+        self._native.pause(agent)
+
+    def resume(self, agent: str) -> None:
+        """Undo `pause`; what was pending goes on."""
+        self._native.resume(agent)
+
+    def kill(self, agent: str) -> None:
+        """Break all connections to the agent; a new one of the same name can be made."""
+        self._native.kill(agent)
+
+    def fail_next(self, agent: str, count: int = 1) -> None:
+        """Let the next `count` operations to the agent end with a library error."""
+        self._native.fail_next(agent, count)
+
+    def drop_notifications(self, agent: str, count: int = 1) -> None:
+        """Lose the next `count` notifications to the agent."""
+        self._native.drop_notifications(agent, count)
+
+
+class FakeAgent(EngineAgent):
+    """An agent of this process alone: real bytes, real bounds, faults on demand.
+
+    Parameters
+    ----------
+    name : str
+        Unique in its network.
+    network : FakeNetwork
+        The agents that it can reach.
+    secret : bytes or str, optional
+        As in `EngineAgent`.
+
+    Raises
+    ------
+    ConfigError
+        If the name is empty.
+    DuplicatePeerError
+        If the network has a live agent of that name.
+    """
+
+    engine: ClassVar[str] = "fake"
+
+    def __init__(
+        self, name: str, network: FakeNetwork, *, secret: bytes | str | None = None
+    ) -> None:
+        self._check_name(name)
+        super().__init__(
+            _native.fake_engine(name, network._native), engine_version="1.0", secret=secret
+        )
+
+
+def live_counts() -> dict[str, int]:
+    """Return how many native objects of each kind are alive in this process.
+
+    Returns
+    -------
+    dict of str to int
+        By class name. A test that returns to the counts it began with has leaked nothing.
+    """
+    return _native.live_counts()

@@ -1,0 +1,292 @@
+"""The other side of a transfer test: an agent with a pool of bytes, in this process or in a child.
+
+A suite written against `Remote` runs on an in-process double and between real processes alike.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import traceback
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from pynixlkv.errors import PynixlkvError
+from pynixlkv.geometry import KVCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+
+    import numpy.typing as npt
+
+    from pynixlkv.agent import EngineAgent
+    from pynixlkv.testing import FakeNetwork
+
+__all__ = ["LocalRemote", "Pool", "ProcessRemote", "Remote"]
+
+_DEADLINE_S = 60.0
+
+
+class Pool:
+    """Memory of one side: a small paged KV cache as numpy sees it, registered as a whole.
+
+    Parameters
+    ----------
+    axes : str
+        Order of the axes, out of the letters ``K B H N D``.
+    """
+
+    NUM_BLOCKS = 64
+    HEADS = 4
+    TOKENS = 8
+    DIM = 32
+
+    def __init__(self, axes: str = "KBHND") -> None:
+        sizes = {"K": 2, "B": self.NUM_BLOCKS, "H": self.HEADS, "N": self.TOKENS, "D": self.DIM}
+        self.axes = axes
+        self.array: npt.NDArray[np.uint16] = np.zeros([sizes[a] for a in axes], dtype=np.uint16)
+        self.cache = KVCache.from_tensors({"layer.0": self.array}, axes=axes, kv_heads=self.HEADS)
+
+    @property
+    def address(self) -> int:
+        """First byte."""
+        return int(self.array.__array_interface__["data"][0])
+
+    @property
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """All bytes, as a view."""
+        return self.array.reshape(-1).view(np.uint8)
+
+    def fill(self, seed: int) -> None:
+        """Fill it with bytes that depend on the seed."""
+        rng = np.random.default_rng(seed)
+        self.bytes[:] = rng.integers(0, 256, self.bytes.size, dtype=np.uint8)
+
+    def block(self, block_id: int) -> npt.NDArray[np.uint16]:
+        """One block with its axes in the order ``K H N D``, a view."""
+        order = [self.axes.index(a) for a in "BKHND"]
+        return self.array.transpose(order)[block_id]
+
+
+class Remote(Protocol):
+    """What a suite asks of the other side."""
+
+    name: str
+
+    def start(self) -> None:
+        """Make the agent, again after `kill`."""
+
+    def hello(self) -> bytes: ...
+    def connect(self, hello: bytes) -> None: ...
+    def address(self) -> int: ...
+    def fill(self, seed: int) -> None: ...
+    def content(self) -> bytes: ...
+    def notify(self, peer: str, message: bytes) -> None: ...
+    def notifications(self, timeout: float) -> list[tuple[str, bytes]]: ...
+    def register_more(self, nbytes: int) -> int:
+        """Register another buffer of zeros and return its address."""
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def kill(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Side:
+    """An agent with a pool, as the commands of a remote use it."""
+
+    def __init__(self, make: Callable[[str], EngineAgent], name: str, axes: str) -> None:
+        self.pool = Pool(axes)
+        self.agent = make(name)
+        self.agent.register(self.pool.cache)
+        self.peers: dict[str, object] = {}
+        self.more: list[object] = []
+
+    def hello(self) -> bytes:
+        return self.agent.hello(self.pool.cache)
+
+    def connect(self, hello: bytes) -> None:
+        peer = self.agent.connect(hello)
+        self.peers[peer.name] = peer
+
+    def address(self) -> int:
+        return self.pool.address
+
+    def fill(self, seed: int) -> None:
+        self.pool.fill(seed)
+
+    def content(self) -> bytes:
+        return self.pool.bytes.tobytes()
+
+    def notify(self, peer: str, message: bytes) -> None:
+        self.agent.notify(self.peers[peer], message)  # type: ignore[arg-type]
+
+    def notifications(self, timeout: float) -> list[tuple[str, bytes]]:
+        return [(n.peer, n.message) for n in self.agent.notifications(timeout)]
+
+    def register_more(self, nbytes: int) -> int:
+        array = np.zeros(nbytes, dtype=np.uint8)
+        self.more.append(self.agent.register(array))
+        return int(array.__array_interface__["data"][0])
+
+    def close(self) -> None:
+        self.peers.clear()
+        self.agent.close()
+
+
+class LocalRemote:
+    """The other side as a fake agent of this process.
+
+    Parameters
+    ----------
+    network : FakeNetwork
+        Where the faults are injected.
+    name, axes : str
+        Agent name, axes of the pool.
+    """
+
+    def __init__(self, network: FakeNetwork, name: str = "remote", axes: str = "KBHND") -> None:
+        self.name = name
+        self._network = network
+        self._axes = axes
+        self._side: _Side | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Make the agent, again after `kill`."""
+        from pynixlkv.testing import FakeAgent
+
+        self._side = _Side(lambda name: FakeAgent(name, self._network), self.name, self._axes)
+
+    def __getattr__(self, command: str) -> object:
+        return getattr(self._side, command)
+
+    def pause(self) -> None:
+        """Leave what goes to it pending."""
+        self._network.pause(self.name)
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        self._network.resume(self.name)
+
+    def kill(self) -> None:
+        """Break its connections for good."""
+        self._network.kill(self.name)
+        self.close()
+
+    def close(self) -> None:
+        """Close the agent."""
+        if self._side is not None:
+            self._side.close()
+            self._side = None
+
+
+def _serve(
+    connection: Connection, make: Callable[[str], EngineAgent], name: str, axes: str
+) -> None:
+    faulthandler.enable()
+    side = _Side(make, name, axes)
+    connection.send(("ok", None))
+    while True:
+        command, arguments = connection.recv()
+        try:
+            answer = ("ok", getattr(side, command)(*arguments))
+        except PynixlkvError as error:
+            answer = ("error", error)
+        except Exception:  # noqa: BLE001 - the other process reports it
+            answer = ("traceback", traceback.format_exc())
+        connection.send(answer)
+        if command == "close":
+            return
+
+
+class ProcessRemote:
+    """The other side in a child process of its own.
+
+    Parameters
+    ----------
+    make : callable
+        Makes an agent from its name; must be picklable.
+    name, axes : str
+        Agent name, axes of the pool.
+    """
+
+    def __init__(
+        self, make: Callable[[str], EngineAgent], name: str = "remote", axes: str = "KBHND"
+    ) -> None:
+        self.name = name
+        self._make = make
+        self._axes = axes
+        self.start()
+
+    def start(self) -> None:
+        """Start the process, again after `kill`."""
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, self._make, self.name, self._axes), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self._answer("start")
+
+    def _answer(self, command: str) -> object:
+        if not self._connection.poll(_DEADLINE_S):
+            raise TimeoutError(f"the remote process did not answer {command!r} in {_DEADLINE_S} s")
+        kind, value = self._connection.recv()
+        if kind == "error":
+            raise value
+        if kind == "traceback":
+            raise RuntimeError(f"{command!r} failed in the remote process:\n{value}")
+        return value
+
+    def _ask(self, command: str, *arguments: object) -> object:
+        self._connection.send((command, arguments))
+        return self._answer(command)
+
+    def __getattr__(self, command: str) -> Callable[..., object]:
+        if command.startswith("_"):
+            raise AttributeError(command)
+        return lambda *arguments: self._ask(command, *arguments)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        pid = self._process.pid
+        assert pid is not None
+        return pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process lives."""
+        return self._process.is_alive()
+
+    def pause(self) -> None:
+        """Stop the process (SIGSTOP)."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on (SIGCONT)."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill it (SIGKILL)."""
+        self._process.kill()
+        self._process.join(_DEADLINE_S)
+        self._connection.close()
+
+    def close(self) -> None:
+        """Close the agent and end the process; kill it if it does not end."""
+        if self._process.is_alive():
+            try:
+                self._ask("close")
+                self._process.join(_DEADLINE_S)
+            finally:
+                if self._process.is_alive():
+                    self._process.kill()
+                    self._process.join()
+        self._connection.close()

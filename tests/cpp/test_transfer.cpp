@@ -1,0 +1,318 @@
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <thread>
+#include <vector>
+
+#include "base/error.hpp"
+#include "check.hpp"
+#include "transfer/engine.hpp"
+#include "transfer/fake_driver.hpp"
+
+using namespace pynixlkv;
+using namespace pynixlkv::transfer;
+using namespace std::chrono_literals;
+
+namespace {
+
+constexpr std::size_t kBlock = 64;
+
+std::uint64_t address(const void* p) { return reinterpret_cast<std::uint64_t>(p); }
+TimePoint in(Clock::duration d) { return Clock::now() + d; }
+
+/// Two agents with a pool of blocks each on one fake network.
+struct Pair {
+    explicit Pair(EngineOptions options = {}) : pool_a(64 * kBlock), pool_b(64 * kBlock) {
+        std::iota(pool_b.begin(), pool_b.end(), static_cast<unsigned char>(1));
+        a = make("a", options);
+        b = make("b", options);
+        reg_a = a->register_memory({span(pool_a)});
+        reg_b = b->register_memory({span(pool_b)});
+        peer = connect("incarnation-1");
+    }
+    ~Pair() {
+        reg_a.reset();
+        if (a) a->close(in(5s));
+        if (b) b->close(in(5s));
+    }
+
+    std::unique_ptr<Engine> make(const std::string& name, const EngineOptions& options) {
+        return std::make_unique<Engine>(
+            name,
+            [name, network = network] { return std::make_unique<FakeDriver>(name, network); },
+            options);
+    }
+    std::shared_ptr<Peer> connect(const std::string& incarnation) {
+        return a->connect("b", incarnation, b->metadata(), {span(pool_b)});
+    }
+    static Span span(std::vector<unsigned char>& pool) {
+        return {{address(pool.data()), pool.size(), 0}, Memory::kDram};
+    }
+    Row row_a(std::size_t block) const { return {address(&pool_a[block * kBlock]), kBlock, 0}; }
+    Row row_b(std::size_t block) const { return {address(&pool_b[block * kBlock]), kBlock, 0}; }
+    Request request(Op op, const std::vector<std::size_t>& blocks,
+                    Clock::duration timeout = 5s) const {
+        Request r;
+        r.op = op;
+        r.peer = peer;
+        for (const std::size_t block : blocks) {
+            r.local_extents.push_back(row_a(block));
+            r.remote_extents.push_back(row_b(63 - block));
+        }
+        r.timeout = timeout;
+        return r;
+    }
+
+    std::shared_ptr<FakeNetwork> network = std::make_shared<FakeNetwork>();
+    std::vector<unsigned char> pool_a;
+    std::vector<unsigned char> pool_b;
+    std::unique_ptr<Engine> a;
+    std::unique_ptr<Engine> b;
+    std::shared_ptr<Registration> reg_a;
+    std::shared_ptr<Registration> reg_b;
+    std::shared_ptr<Peer> peer;
+};
+
+template <class F>
+std::string kind_of(F f) {
+    try {
+        f();
+    } catch (const Error& e) {
+        return e.kind();
+    }
+    return "no error";
+}
+
+}  // namespace
+
+TEST_CASE("a read moves exactly the rows, then notifies") {
+    Pair p;
+    auto r = p.request(Op::kRead, {3, 9, 4});
+    r.notify = "done-1";
+    const auto t = p.a->submit(r);
+    CHECK(t->wait(in(5s)));
+    CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kDone));
+    CHECK(t->is_quiet());
+    for (std::size_t block = 0; block < 64; ++block) {
+        const bool wanted = block == 3 || block == 9 || block == 4;
+        for (std::size_t i = 0; i < kBlock; ++i) {
+            const unsigned char expected = wanted ? p.pool_b[(63 - block) * kBlock + i] : 0;
+            CHECK_EQ(int{p.pool_a[block * kBlock + i]}, int{expected});
+        }
+    }
+    const auto notes = p.b->take_notifications(in(5s));
+    CHECK_EQ(notes.size(), 1U);
+    CHECK_EQ(notes[0].peer, "a");
+    CHECK_EQ(notes[0].message, "done-1");
+    CHECK_EQ(t->stats().bytes_done, 3 * kBlock);
+    CHECK_EQ(t->stats().descriptors, 3U);
+}
+
+TEST_CASE("a write moves the other way") {
+    Pair p;
+    std::iota(p.pool_a.begin(), p.pool_a.end(), static_cast<unsigned char>(77));
+    const auto t = p.a->submit(p.request(Op::kWrite, {0}));
+    CHECK(t->wait(in(5s)));
+    CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kDone));
+    CHECK(std::memcmp(p.pool_a.data(), &p.pool_b[63 * kBlock], kBlock) == 0);
+}
+
+TEST_CASE("rows are made on the engine's thread and cut into batches") {
+    EngineOptions options;
+    options.batch_bytes = 16;
+    options.batch_rows = 2;
+    Pair p(options);
+    Request r = p.request(Op::kRead, {});
+    r.local_extents = {{address(p.pool_a.data()), p.pool_a.size(), 0}};
+    r.remote_extents = {{address(p.pool_b.data()), p.pool_b.size(), 0}};
+    r.expand = [&p](std::vector<Row>& local, std::vector<Row>& remote) {
+        local.push_back(p.row_a(1));
+        remote.push_back(p.row_b(1));
+    };
+    const auto t = p.a->submit(r);
+    CHECK(t->wait(in(5s)));
+    CHECK_EQ(t->stats().batches, kBlock / 16);
+    CHECK_EQ(t->stats().bytes_done, kBlock);
+    CHECK(std::memcmp(&p.pool_a[kBlock], &p.pool_b[kBlock], kBlock) == 0);
+}
+
+TEST_CASE("a transfer of nothing is done, and its notification still goes out") {
+    Pair p;
+    auto r = p.request(Op::kRead, {});
+    r.notify = "";
+    const auto t = p.a->submit(r);
+    CHECK(t->wait(in(5s)));
+    CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kDone));
+    CHECK_EQ(p.b->take_notifications(in(5s)).size(), 1U);
+}
+
+TEST_CASE("a stopped peer times the transfer out; its memory stays in use until quiet") {
+    Pair p;
+    p.network->pause("b");
+    const auto t = p.a->submit(p.request(Op::kRead, {1, 2}, 30ms));
+    CHECK(t->wait(in(5s)));
+    CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kTimedOut));
+    CHECK(!t->is_quiet());
+    CHECK_EQ(p.a->quarantined(), 1U);
+    CHECK_EQ(kind_of([&] { p.a->deregister(p.reg_a); }), "RegistrationInUseError");
+    CHECK(!p.a->close(in(30ms)));
+    CHECK(!p.a->is_closed());
+    p.network->resume("b");
+    CHECK(t->wait(in(5s), true));
+    CHECK(p.a->close(in(5s)));
+    CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kTimedOut));  // sticky
+}
+
+TEST_CASE("a killed peer ends all its transfers, and comes back as a new generation") {
+    Pair p;
+    p.network->set_delay("b", 10s);
+    const auto t1 = p.a->submit(p.request(Op::kRead, {1}));
+    const auto t2 = p.a->submit(p.request(Op::kRead, {2}));
+    p.network->kill("b");
+    for (const auto& t : {t1, t2}) {
+        CHECK(t->wait(in(5s), true));
+        CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kPeerLost));
+    }
+    CHECK(t1->cause().has_value());
+    CHECK_EQ(kind_of([&] { (void)p.a->submit(p.request(Op::kRead, {1})); }), "PeerLostError");
+    CHECK(p.b->close(in(5s)));
+    p.b = p.make("b", {});
+    p.reg_b = p.b->register_memory({Pair::span(p.pool_b)});
+    p.peer = p.connect("incarnation-2");
+    CHECK_EQ(p.peer->generation(), 2U);
+    const auto t = p.a->submit(p.request(Op::kRead, {1}));
+    CHECK(t->wait(in(5s)));
+    CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kDone));
+}
+
+TEST_CASE("connecting again to the same incarnation gives the same peer; to a live double, an error") {
+    Pair p;
+    CHECK(p.connect("incarnation-1") == p.peer);
+    CHECK_EQ(kind_of([&] { (void)p.connect("other"); }), "DuplicatePeerError");
+    p.a->disconnect(p.peer);
+    CHECK_EQ(kind_of([&] { (void)p.a->submit(p.request(Op::kRead, {1})); }), "StalePeerError");
+    CHECK_EQ(p.connect("other")->generation(), 2U);
+}
+
+TEST_CASE("a library failure fails the transfer and not its neighbours") {
+    Pair p;
+    p.network->fail_next("b", 1);
+    const auto bad = p.a->submit(p.request(Op::kRead, {1}));
+    CHECK(bad->wait(in(5s), true));
+    CHECK_EQ(static_cast<int>(bad->state()), static_cast<int>(State::kFailed));
+    const auto good = p.a->submit(p.request(Op::kRead, {1}));
+    CHECK(good->wait(in(5s)));
+    CHECK_EQ(static_cast<int>(good->state()), static_cast<int>(State::kDone));
+}
+
+TEST_CASE("cancel ends at once and is quiet later") {
+    Pair p;
+    p.network->pause("b");
+    const auto t = p.a->submit(p.request(Op::kRead, {1}));
+    while (p.a->running() == 1 && t->state() == State::kQueued) std::this_thread::yield();
+    p.a->cancel(t);
+    CHECK(t->wait(in(5s)));
+    CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kCancelled));
+    p.network->resume("b");
+    CHECK(t->wait(in(5s), true));
+    p.a->deregister(p.reg_a);
+    CHECK_EQ(kind_of([&] { p.a->deregister(p.reg_a); }), "ClosedError");
+}
+
+TEST_CASE("bad rows are refused before anything moves") {
+    Pair p;
+    auto r = p.request(Op::kRead, {1, 2});
+    r.remote_extents[1].length = 32;
+    CHECK_EQ(kind_of([&] { (void)p.a->submit(r); }), "PlanError");
+    r = p.request(Op::kRead, {1, 1});
+    CHECK_EQ(kind_of([&] { (void)p.a->submit(r); }), "PlanError");
+    r = p.request(Op::kWrite, {5, 1, 5});
+    CHECK_EQ(kind_of([&] { (void)p.a->submit(r); }), "PlanError");
+    r = p.request(Op::kRead, {1});
+    r.local_extents[0].length = r.remote_extents[0].length = 0;
+    CHECK_EQ(kind_of([&] { (void)p.a->submit(r); }), "PlanError");
+    r = p.request(Op::kRead, {1, 2});
+    r.local_extents.pop_back();
+    CHECK_EQ(kind_of([&] { (void)p.a->submit(r); }), "PlanError");
+    r = p.request(Op::kRead, {0});
+    r.remote_extents[0].address += 1;
+    CHECK_EQ(kind_of([&] { (void)p.a->submit(r); }), "NotRegisteredError");
+    r = p.request(Op::kRead, {0});
+    r.local_extents[0].address -= 1;
+    CHECK_EQ(kind_of([&] { (void)p.a->submit(r); }), "NotRegisteredError");
+    CHECK_EQ(kind_of([&] { (void)p.a->submit(p.request(Op::kRead, {0}, 0s)); }), "ConfigError");
+    CHECK_EQ(kind_of([&] { (void)p.a->register_memory({Pair::span(p.pool_a)}); }),
+             "AlreadyRegisteredError");
+    CHECK_EQ(kind_of([&] { (void)p.a->register_memory({}); }), "ConfigError");
+    CHECK_EQ(p.reg_a->uses(), 0U);
+}
+
+TEST_CASE("watched transfers are reported once") {
+    Pair p;
+    const auto t = p.a->submit(p.request(Op::kRead, {1}));
+    CHECK(t->wait(in(5s)));
+    p.a->watch(t);
+    const auto ids = p.a->take_completed();
+    CHECK_EQ(ids.size(), 1U);
+    CHECK_EQ(ids[0], t->id());
+    CHECK(p.a->take_completed().empty());
+}
+
+TEST_CASE("four threads submit while one drains notifications") {
+    Pair p;
+    constexpr int kEach = 200;
+    std::vector<std::thread> threads;
+    std::atomic<int> done{0};
+    for (std::size_t n = 0; n < 4; ++n) {
+        threads.emplace_back([&p, &done, n] {
+            for (int i = 0; i < kEach; ++i) {
+                auto r = p.request(Op::kRead, {n * 8 + static_cast<std::size_t>(i) % 8});
+                r.notify = "x";
+                const auto t = p.a->submit(r);
+                if (t->wait(in(10s)) && t->state() == State::kDone) ++done;
+            }
+        });
+    }
+    std::size_t notes = 0;
+    const auto until = in(20s);
+    while (notes < 4 * kEach && Clock::now() < until) {
+        notes += p.b->take_notifications(in(100ms)).size();
+    }
+    for (auto& t : threads) t.join();
+    CHECK_EQ(done.load(), 4 * kEach);
+    CHECK_EQ(notes, std::size_t{4 * kEach});
+}
+
+TEST_CASE("an engine dropped without close cancels and goes away by itself") {
+    Pair p;
+    p.network->pause("b");
+    const auto t = p.a->submit(p.request(Op::kRead, {1}));
+    p.a.reset();
+    CHECK(t->wait(in(5s)));
+    CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kCancelled));
+    p.network->resume("b");
+    CHECK(t->wait(in(5s), true));
+}
+
+TEST_CASE("a factory that throws makes the constructor throw") {
+    CHECK_EQ(kind_of([] {
+                 const Engine e(
+                     "x", []() -> std::unique_ptr<Driver> { throw Error("ConfigError", "no"); },
+                     {});
+             }),
+             "ConfigError");
+}
+
+TEST_CASE("nothing is left alive") {
+    const auto until = in(5s);
+    while ((Engine::live() | Transfer::live() | Peer::live() | Registration::live()) != 0 &&
+           Clock::now() < until) {
+        std::this_thread::yield();
+    }
+    CHECK_EQ(Engine::live(), 0);
+    CHECK_EQ(Transfer::live(), 0);
+    CHECK_EQ(Peer::live(), 0);
+    CHECK_EQ(Registration::live(), 0);
+}
+
+int main() { return check::run(); }
