@@ -1,31 +1,61 @@
 /// @file
-/// Live counts of owners, for the leak tests: the one mutable static that native code may have.
+/// How many objects of each owning class are alive: what the leak tests read.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
 
 namespace pynixlkv {
 
-/// Base of a class whose living objects are counted.
-/// @tparam T the class itself
-template <class T>
-class LiveCount {
+/// Named counters. They are the one mutable static of the native code.
+class LiveCounters {
   public:
-    [[nodiscard]] static std::int64_t live() noexcept {
-        return count_.load(std::memory_order_relaxed);
+    [[nodiscard]] static std::atomic<std::int64_t>& counter(const char* name) {
+        const std::lock_guard lock(instance().mutex_);
+        return instance().counters_[name];
     }
 
-  protected:
-    LiveCount() noexcept { count_.fetch_add(1, std::memory_order_relaxed); }
-    LiveCount(const LiveCount&) noexcept : LiveCount() {}
-    LiveCount(LiveCount&&) noexcept : LiveCount() {}
-    LiveCount& operator=(const LiveCount&) noexcept = default;
-    LiveCount& operator=(LiveCount&&) noexcept = default;
-    ~LiveCount() { count_.fetch_sub(1, std::memory_order_relaxed); }
+    /// Class name -> number of live objects, also for classes that have none now.
+    [[nodiscard]] static std::map<std::string, std::int64_t> snapshot() {
+        const std::lock_guard lock(instance().mutex_);
+        std::map<std::string, std::int64_t> counts;
+        for (const auto& [name, count] : instance().counters_) {
+            counts.emplace(name, count.load());
+        }
+        return counts;
+    }
 
   private:
-    inline static std::atomic<std::int64_t> count_{0};
+    static LiveCounters& instance() {
+        // Never destroyed: objects that outlive static destruction still count themselves.
+        static auto* counters = new LiveCounters;
+        return *counters;
+    }
+
+    std::mutex mutex_;
+    std::map<std::string, std::atomic<std::int64_t>> counters_;
+};
+
+/// Base of every owner: `class Agent : LiveCounted<Agent>` with a `static constexpr const char*
+/// kLiveName`.
+template <class T>
+class LiveCounted {
+  public:
+    LiveCounted(const LiveCounted&) noexcept { ++count(); }
+    LiveCounted& operator=(const LiveCounted&) noexcept = default;
+
+  protected:
+    LiveCounted() noexcept { ++count(); }
+    ~LiveCounted() { --count(); }
+
+  private:
+    static std::atomic<std::int64_t>& count() {
+        static std::atomic<std::int64_t>& counter = LiveCounters::counter(T::kLiveName);
+        return counter;
+    }
 };
 
 }  // namespace pynixlkv

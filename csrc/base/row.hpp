@@ -3,14 +3,21 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+
+#include "base/text.hpp"
 
 namespace pynixlkv {
 
 /// A contiguous range: a row of the (n, 3) uint64 arrays of the Python side, same layout.
 struct Row {
-    std::uint64_t address;
-    std::uint64_t length;
-    std::uint64_t device;
+    std::uint64_t address;  ///< or offset in a file, object or block device
+    std::uint64_t length;   ///< bytes
+    std::uint64_t device;   ///< device ordinal, file descriptor, object key
+
+    [[nodiscard]] std::string str() const {
+        return text("0x", std::hex, address, std::dec, "+", length, " on device ", device);
+    }
 
     friend bool operator==(const Row&, const Row&) = default;
 };

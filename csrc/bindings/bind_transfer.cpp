@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -14,6 +15,8 @@
 
 #include "base/error.hpp"
 #include "kv/plan.hpp"
+#include "nixl/driver.hpp"
+#include "nixl/library.hpp"
 #include "transfer/engine.hpp"
 #include "transfer/fake_driver.hpp"
 
@@ -301,6 +304,29 @@ void bind_transfer(py::module_& m) {
                 name, [name, network] { return std::make_unique<FakeDriver>(name, network); },
                 EngineOptions{});
         },
+        ReleaseGil());
+
+    m.def(
+        "nixl_engine",
+        [](const std::string& name, const std::string& library, const std::string& backend,
+           const std::map<std::string, std::string>& backend_params, bool progress_thread,
+           std::uint64_t progress_delay_us, std::uint64_t idle_poll_us) {
+            nixl::DriverOptions driver;
+            driver.agent.progress_thread = progress_thread;
+            driver.agent.progress_delay_us = progress_delay_us;
+            driver.backend = backend;
+            driver.backend_params = backend_params;
+            EngineOptions options;
+            options.idle_poll = std::chrono::microseconds(idle_poll_us);
+            return std::make_shared<Engine>(
+                name,
+                [library = nixl::Library::open(library), name, driver] {
+                    return std::make_unique<nixl::NixlDriver>(library, name, driver);
+                },
+                options);
+        },
+        py::arg("name"), py::arg("library"), py::arg("backend"), py::arg("backend_params"),
+        py::arg("progress_thread"), py::arg("progress_delay_us"), py::arg("idle_poll_us"),
         ReleaseGil());
 }
 

@@ -28,9 +28,9 @@ namespace pynixlkv::transfer {
 class Loop;
 
 /// Memory that the engine has registered and that transfers may use.
-class Registration : private LiveCount<Registration> {
+class Registration : LiveCounted<Registration> {
   public:
-    using LiveCount<Registration>::live;
+    static constexpr const char* kLiveName = "transfer.Registration";
 
     Registration(std::uint64_t id, std::vector<Span> spans) : id_(id), spans_(std::move(spans)) {}
 
@@ -55,9 +55,9 @@ class Registration : private LiveCount<Registration> {
 enum class PeerState : int { kConnected = 0, kLost = 1, kDisconnected = 2 };
 
 /// One generation of one peer.
-class Peer : private LiveCount<Peer> {
+class Peer : LiveCounted<Peer> {
   public:
-    using LiveCount<Peer>::live;
+    static constexpr const char* kLiveName = "transfer.Peer";
 
     Peer(std::string name, std::string incarnation, std::uint64_t generation)
         : name_(std::move(name)), incarnation_(std::move(incarnation)), generation_(generation) {}
@@ -99,9 +99,9 @@ struct TransferStats {
 };
 
 /// A transfer as its owner sees it.
-class Transfer : private LiveCount<Transfer> {
+class Transfer : LiveCounted<Transfer> {
   public:
-    using LiveCount<Transfer>::live;
+    static constexpr const char* kLiveName = "transfer.Transfer";
 
     [[nodiscard]] std::uint64_t id() const noexcept { return id_; }
     [[nodiscard]] Op op() const noexcept { return op_; }
@@ -169,9 +169,9 @@ struct EngineOptions {
 
 using DriverFactory = std::function<std::unique_ptr<Driver>()>;
 
-class Engine : private LiveCount<Engine> {
+class Engine : LiveCounted<Engine> {
   public:
-    using LiveCount<Engine>::live;
+    static constexpr const char* kLiveName = "transfer.Engine";
 
     /// Start the thread and make the driver on it; an exception of the factory comes out here.
     Engine(std::string name, const DriverFactory& factory, const EngineOptions& options);

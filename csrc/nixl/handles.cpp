@@ -1,0 +1,151 @@
+#include "nixl/handles.hpp"
+
+#include "base/error.hpp"
+#include "nixl/backend.hpp"
+
+namespace pynixlkv::nixl {
+
+namespace {
+
+std::string no_detail() {
+    return "plain object";
+}
+
+}  // namespace
+
+Owned<capi::Params> make_params(const Library& library, const ParamMap& params) {
+    const capi::Functions& fn = library.fn();
+    auto owned = own<capi::Params>(library, fn.destroy_params, "create_params", no_detail,
+                                   [&](capi::Params* out) { return fn.create_params(out); });
+    for (const auto& [key, value] : params) {
+        library.check(fn.params_add(owned.get(), key.c_str(), value.c_str()), "params_add",
+                      [&] { return text("parameter ", key); });
+    }
+    return owned;
+}
+
+ParamMap read_params(const Library& library, capi::Params params) {
+    const capi::Functions& fn = library.fn();
+    ParamMap result;
+    bool empty = true;
+    library.check(fn.params_is_empty(params, &empty), "params_is_empty", no_detail);
+    if (empty) {
+        return result;
+    }
+    const auto iterator = own<capi::ParamIterator>(
+        library, fn.params_destroy_iterator, "params_create_iterator", no_detail,
+        [&](capi::ParamIterator* out) { return fn.params_create_iterator(params, out); });
+    for (bool more = true; more;) {
+        const char* key = nullptr;
+        const char* value = nullptr;
+        library.check(fn.params_iterator_next(iterator.get(), &key, &value, &more),
+                      "params_iterator_next", no_detail);
+        result.emplace(key, value);
+    }
+    return result;
+}
+
+std::vector<MemoryType> read_memory_types(const Library& library, capi::MemList list) {
+    const capi::Functions& fn = library.fn();
+    std::size_t size = 0;
+    library.check(fn.mem_list_size(list, &size), "mem_list_size", no_detail);
+    std::vector<MemoryType> result;
+    for (std::size_t i = 0; i < size; ++i) {
+        int memory = 0;
+        library.check(fn.mem_list_get(list, i, &memory), "mem_list_get", no_detail);
+        result.push_back(static_cast<MemoryType>(memory));
+    }
+    return result;
+}
+
+std::vector<std::string> read_strings(const Library& library, capi::StringList list) {
+    const capi::Functions& fn = library.fn();
+    std::size_t size = 0;
+    library.check(fn.string_list_size(list, &size), "string_list_size", no_detail);
+    std::vector<std::string> result;
+    for (std::size_t i = 0; i < size; ++i) {
+        const char* string = nullptr;
+        library.check(fn.string_list_get(list, i, &string), "string_list_get", no_detail);
+        result.emplace_back(string);
+    }
+    return result;
+}
+
+Owned<capi::XferList> make_xfer_list(const Library& library, MemoryType memory, Rows rows) {
+    const capi::Functions& fn = library.fn();
+    auto owned = own<capi::XferList>(
+        library, fn.destroy_xfer_dlist, "create_xfer_dlist", no_detail,
+        [&](capi::XferList* out) { return fn.create_xfer_dlist(static_cast<int>(memory), out); });
+    for (const Row& row : rows) {
+        library.check(fn.xfer_dlist_add_desc(owned.get(), row.address, row.length, row.device),
+                      "xfer_dlist_add_desc", [&] { return row.str(); });
+    }
+    return owned;
+}
+
+Owned<capi::RegList> make_reg_list(const Library& library, MemoryType memory, Rows rows,
+                                   std::span<const std::string> blobs) {
+    if (!blobs.empty() && blobs.size() != rows.size()) {
+        throw Error("ConfigError", text(blobs.size(), " metadata strings for ", rows.size(),
+                                        " descriptors; give one for each or none"));
+    }
+    const capi::Functions& fn = library.fn();
+    auto owned = own<capi::RegList>(
+        library, fn.destroy_reg_dlist, "create_reg_dlist", no_detail,
+        [&](capi::RegList* out) { return fn.create_reg_dlist(static_cast<int>(memory), out); });
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+        const Row& row = rows[i];
+        const char* blob = blobs.empty() ? nullptr : blobs[i].data();
+        const std::size_t blob_size = blobs.empty() ? 0 : blobs[i].size();
+        library.check(fn.reg_dlist_add_desc(owned.get(), row.address, row.length, row.device, blob,
+                                            blob_size),
+                      "reg_dlist_add_desc", [&] { return row.str(); });
+    }
+    return owned;
+}
+
+Owned<capi::OptArgs> make_opt_args(const Library& library, const CallOptions& options) {
+    const capi::Functions& fn = library.fn();
+    if (options.backends.empty() && !options.notification && !options.skip_merge &&
+        options.custom_param.empty() && options.endpoint.ip.empty() && options.endpoint.port == 0) {
+        return {};
+    }
+    auto owned = own<capi::OptArgs>(library, fn.destroy_opt_args, "create_opt_args", no_detail,
+                                    [&](capi::OptArgs* out) { return fn.create_opt_args(out); });
+    capi::OptArgs args = owned.get();
+    for (const auto& backend : options.backends) {
+        library.check(fn.opt_args_add_backend(args, backend->native()), "opt_args_add_backend",
+                      [&] { return text("backend ", backend->type()); });
+    }
+    if (options.notification) {
+        const std::string& message = *options.notification;
+        library.check(fn.opt_args_set_notif_msg(args, message.data(), message.size()),
+                      "opt_args_set_notif_msg", [&] { return text(message.size(), " bytes"); });
+        library.check(fn.opt_args_set_has_notif(args, true), "opt_args_set_has_notif", no_detail);
+    }
+    if (options.skip_merge) {
+        library.check(fn.opt_args_set_skip_desc_merge(args, true), "opt_args_set_skip_desc_merge",
+                      no_detail);
+    }
+    if (!options.custom_param.empty()) {
+        if (fn.opt_args_set_custom_param == nullptr) {
+            throw Error("LibraryVersionError",
+                        text(library.path(),
+                             " cannot take a custom parameter; that needs NIXL 1.5 or newer"));
+        }
+        const std::string& param = options.custom_param;
+        library.check(fn.opt_args_set_custom_param(args, param.data(), param.size()),
+                      "opt_args_set_custom_param", [&] { return param; });
+    }
+    if (!options.endpoint.ip.empty()) {
+        library.check(fn.opt_args_set_ip_addr(args, options.endpoint.ip.c_str()),
+                      "opt_args_set_ip_addr", [&] { return options.endpoint.ip; });
+    }
+    if (options.endpoint.port != 0) {
+        library.check(fn.opt_args_set_port(args, options.endpoint.port), "opt_args_set_port",
+                      [&] { return text("port ", options.endpoint.port); });
+    }
+    return owned;
+}
+
+}  // namespace pynixlkv::nixl

@@ -1,0 +1,47 @@
+/// @file
+/// The loaded NIXL library.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "nixl/capi.hpp"
+
+namespace pynixlkv::nixl {
+
+/// Function table of one loaded library. Every owner of this room holds it.
+class Library {
+  public:
+    /// Open a library and resolve its functions.
+    /// @throws Error LibraryNotFoundError, LibraryVersionError (missing symbol, stub build)
+    [[nodiscard]] static std::shared_ptr<const Library> open(const std::string& path);
+
+    /// Wrap a table that came from elsewhere; tests use this.
+    Library(std::string path, const capi::Functions& functions);
+
+    [[nodiscard]] const std::string& path() const noexcept { return path_; }
+    [[nodiscard]] const capi::Functions& fn() const noexcept { return functions_; }
+
+    /// Version that the library reports, empty if it cannot.
+    [[nodiscard]] std::string version() const;
+
+    /// Throw unless a call succeeded. `detail` is a callable that makes the text, so that success
+    /// costs nothing.
+    template <class Detail>
+    void check(Status status, const char* call, Detail&& detail) const {
+        if (status != Status::kSuccess) [[unlikely]] {
+            fail(status, call, detail());
+        }
+    }
+
+    [[noreturn]] void fail(Status status, const char* call, const std::string& detail) const;
+
+    /// Free memory that the library allocated for us.
+    void free(void* memory) const noexcept;
+
+  private:
+    std::string path_;
+    capi::Functions functions_;
+};
+
+}  // namespace pynixlkv::nixl

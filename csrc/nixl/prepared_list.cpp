@@ -1,0 +1,71 @@
+#include "nixl/prepared_list.hpp"
+
+#include <algorithm>
+
+#include "base/error.hpp"
+
+namespace pynixlkv::nixl {
+
+PreparedList::PreparedList(Private /*unused*/, std::shared_ptr<Agent> agent, std::string peer,
+                           MemoryType memory, Rows rows, std::uint64_t generation)
+    : agent_(std::move(agent)),
+      peer_(std::move(peer)),
+      memory_(memory),
+      size_(rows.size()),
+      generation_(generation),
+      uniform_length_(rows.front().length) {
+    const auto differs = [this](const Row& row) { return row.length != uniform_length_; };
+    if (std::any_of(rows.begin(), rows.end(), differs)) {
+        lengths_.reserve(rows.size());
+        for (const Row& row : rows) {
+            lengths_.push_back(row.length);
+        }
+    }
+}
+
+PreparedList::~PreparedList() {
+    if (released_ || !agent_->process_.is_here()) {
+        return;
+    }
+    try {
+        const Agent::Call call(*agent_, "release_xfer_dlist_handle");
+        (void)release_native();
+    } catch (const Error&) {
+        // The agent was abandoned, and the list with it.
+    }
+}
+
+std::string PreparedList::str() const {
+    return text("the list of ", size_, " ", memory_name(memory_), " descriptors for ",
+                is_local() ? std::string("the local side") : text("peer '", peer_, "'"));
+}
+
+Status PreparedList::release_native() noexcept {
+    released_ = true;
+    --agent_->num_prepared_;
+    return agent_->library().fn().release_xfer_dlist_handle(agent_->handle_,
+                                                            std::exchange(handle_, nullptr));
+}
+
+void PreparedList::release() {
+    std::vector<Pin> pins;  // go after the lock
+    const Agent::Call call(*agent_, "release_xfer_dlist_handle");
+    {
+        const std::lock_guard lock(agent_->books_);
+        if (released_) {
+            throw Error("ClosedError",
+                        text("release_xfer_dlist_handle: ", str(), " was released before"));
+        }
+        if (const std::size_t users = num_users_; users != 0) {
+            throw Error("StateError", text("release_xfer_dlist_handle: ", str(), " is used by ",
+                                           users, " requests; release them first"));
+        }
+        released_ = true;
+    }
+    pins = std::move(pins_);
+    // The native handle is gone whatever the status says.
+    agent_->library().check(release_native(), "release_xfer_dlist_handle",
+                            [this] { return text(agent_->about({}), ", ", str()); });
+}
+
+}  // namespace pynixlkv::nixl

@@ -1,0 +1,82 @@
+/// @file
+/// Registered memory.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "nixl/agent.hpp"
+
+namespace pynixlkv::nixl {
+
+/// Memory that an agent has registered; deregistered by `release` or at the end of its life. Every
+/// prepared list and request on the memory keeps it.
+class Registration : LiveCounted<Registration> {
+    friend class Agent;
+    friend class Pin;
+    struct Private {};
+
+  public:
+    static constexpr const char* kLiveName = "nixl.Registration";
+
+    Registration(Private, std::shared_ptr<Agent> agent, MemoryType memory, std::vector<Row> rows,
+                 std::shared_ptr<void> keepalive);
+    Registration(const Registration&) = delete;
+    Registration& operator=(const Registration&) = delete;
+    ~Registration();
+
+    [[nodiscard]] const std::shared_ptr<Agent>& agent() const noexcept { return agent_; }
+    [[nodiscard]] MemoryType memory() const noexcept { return memory_; }
+    [[nodiscard]] Rows rows() const noexcept { return rows_; }
+    [[nodiscard]] bool is_active() const noexcept { return active_.load(); }
+    /// Prepared lists and requests that use the memory.
+    [[nodiscard]] std::size_t num_users() const noexcept { return num_users_.load(); }
+
+    /// Deregister. Peers that know the memory can go on reading and writing it on some transports
+    /// (same-host copies, TCP): do not reuse it before they have been told to stop.
+    /// @throws Error RegistrationInUseError, ClosedError if it was released before
+    void release();
+
+  private:
+    [[nodiscard]] std::string str() const;
+
+    const std::shared_ptr<Agent> agent_;
+    const MemoryType memory_;
+    const std::vector<Row> rows_;
+    std::shared_ptr<void> keepalive_;
+    Owned<capi::RegList> list_;
+    Owned<capi::OptArgs> options_;
+    std::atomic<bool> active_{false};  ///< changes under the agent's books_
+    std::atomic<std::size_t> num_users_{0};
+};
+
+/// A use of registered memory, which forbids to deregister it.
+class Pin {
+  public:
+    explicit Pin(std::shared_ptr<Registration> registration) noexcept
+        : registration_(std::move(registration)) {
+        ++registration_->num_users_;
+    }
+    Pin(Pin&&) noexcept = default;
+    Pin& operator=(Pin&& other) noexcept {
+        std::swap(registration_, other.registration_);
+        return *this;
+    }
+    Pin(const Pin&) = delete;
+    Pin& operator=(const Pin&) = delete;
+    ~Pin() {
+        if (registration_) {
+            --registration_->num_users_;
+        }
+    }
+
+    [[nodiscard]] const Registration* get() const noexcept { return registration_.get(); }
+
+  private:
+    std::shared_ptr<Registration> registration_;
+};
+
+}  // namespace pynixlkv::nixl
