@@ -13,16 +13,20 @@ cdef extern from "bindings/py_error.hpp" namespace "pynixlkv::bindings":
     void set_py_error()
 
 
-cdef extern from "<span>" namespace "std" nogil:
-    cdef cppclass span[T]:
-        span()
-        span(T*, size_t)
+cdef extern from "<span>" nogil:
+    cdef cppclass Words "std::span<const std::uint64_t>":
+        Words()
+        Words(const uint64_t*, size_t)
+
+    cdef cppclass Ids "std::span<const std::int64_t>":
+        Ids()
+        Ids(const int64_t*, size_t)
 
 
 cdef extern from "kv/region.hpp" namespace "pynixlkv::kv" nogil:
     cdef cppclass Geometry:
         @staticmethod
-        Geometry from_words(span[const uint64_t]) except +set_py_error
+        Geometry from_words(Words) except +set_py_error
 
 
 cdef extern from "kv/plan.hpp" namespace "pynixlkv::kv" nogil:
@@ -36,9 +40,13 @@ cdef extern from "kv/plan.hpp" namespace "pynixlkv::kv" nogil:
     cdef cppclass Table:
         pass
 
+    cdef cppclass Tables:
+        Tables()
+        Tables(const Table*, size_t)
+
     cdef cppclass Selection:
         @staticmethod
-        Selection from_words(span[const uint64_t]) except +set_py_error
+        Selection from_words(Words) except +set_py_error
 
     cdef cppclass Cover:
         uint64_t begin
@@ -48,37 +56,33 @@ cdef extern from "kv/plan.hpp" namespace "pynixlkv::kv" nogil:
 
     cdef cppclass Plan:
         @staticmethod
-        Plan from_words(span[const uint64_t]) except +set_py_error
-        void check(span[const Table], Side) except +set_py_error
+        Plan from_words(Words) except +set_py_error
+        void check(Tables, Side) except +set_py_error
         Cover cover(size_t, const Table&) except +set_py_error
         vector[uint64_t] block_runs(size_t) except +set_py_error
 
     cdef cppclass Expansion:
-        Expansion(const Plan&, span[const Table]) except +set_py_error
+        Expansion(const Plan&, Tables) except +set_py_error
         uint64_t bytes()
         size_t num_runs()
         size_t bound()
         size_t emit(Row*, Row*) except +set_py_error
 
-    vector[Table] tables_from_flat(span[const int64_t], span[const int64_t]) except +set_py_error
+    vector[Table] tables_from_flat(Ids, Ids) except +set_py_error
     vector[uint64_t] compile(
         const Geometry&, const Geometry&, const Selection&) except +set_py_error
 
 
-cdef inline span[const uint64_t] unsigned_span(const uint64_t[::1] view) noexcept nogil:
-    if view.shape[0] == 0:
-        return span[const uint64_t]()
-    return span[const uint64_t](&view[0], view.shape[0])
+cdef inline Words words_of(const uint64_t[::1] view) noexcept nogil:
+    return Words(&view[0], view.shape[0]) if view.shape[0] else Words()
 
 
-cdef inline span[const int64_t] signed_span(const int64_t[::1] view) noexcept nogil:
-    if view.shape[0] == 0:
-        return span[const int64_t]()
-    return span[const int64_t](&view[0], view.shape[0])
+cdef inline Ids ids_of(const int64_t[::1] view) noexcept nogil:
+    return Ids(&view[0], view.shape[0]) if view.shape[0] else Ids()
 
 
-cdef inline span[const Table] table_span(const vector[Table]& tables) noexcept nogil:
-    return span[const Table](tables.data(), tables.size())
+cdef inline Tables tables_of(const vector[Table]& tables) noexcept nogil:
+    return Tables(tables.data(), tables.size())
 
 
 cdef to_array(const vector[uint64_t]& words):
@@ -94,7 +98,7 @@ cdef to_array(const vector[uint64_t]& words):
 def check_geometry(const uint64_t[::1] geometry not None):
     """Raise LayoutError unless the words describe a geometry that can be used."""
     with nogil:
-        Geometry.from_words(unsigned_span(geometry))
+        Geometry.from_words(words_of(geometry))
 
 
 def compile_plan(
@@ -106,9 +110,9 @@ def compile_plan(
     cdef vector[uint64_t] words
     with nogil:
         words = compile(
-            Geometry.from_words(unsigned_span(local)),
-            Geometry.from_words(unsigned_span(remote)),
-            Selection.from_words(unsigned_span(selection)),
+            Geometry.from_words(words_of(local)),
+            Geometry.from_words(words_of(remote)),
+            Selection.from_words(words_of(selection)),
         )
     return to_array(words)
 
@@ -120,9 +124,9 @@ cdef class Program:
 
     def __cinit__(self, const uint64_t[::1] words not None):
         with nogil:
-            self.plan = make_unique[Plan](move(Plan.from_words(unsigned_span(words))))
+            self.plan = make_unique[Plan](move(Plan.from_words(words_of(words))))
 
-    def expand(self, const int64_t[::1] ids not None, const int64_t[::1] heads not None):
+    def expand(self, const int64_t[::1] ids not None, const int64_t[::1] headers not None):
         """Return the rows of both sides, each (n, 3) uint64."""
         cdef vector[Table] tables
         cdef unique_ptr[Expansion] expansion
@@ -130,8 +134,8 @@ cdef class Program:
         cdef uint64_t[:, ::1] remote_view
         cdef size_t count = 0
         with nogil:
-            tables = tables_from_flat(signed_span(ids), signed_span(heads))
-            expansion.reset(new Expansion(self.plan.get()[0], table_span(tables)))
+            tables = tables_from_flat(ids_of(ids), ids_of(headers))
+            expansion.reset(new Expansion(self.plan.get()[0], tables_of(tables)))
         local = np.empty((expansion.get().bound(), 3), np.uint64)
         remote = np.empty((expansion.get().bound(), 3), np.uint64)
         if local.size:
@@ -148,32 +152,32 @@ cdef class Program:
         return local, remote
 
     def check(
-        self, const int64_t[::1] ids not None, const int64_t[::1] heads not None, bint writes_remote
+        self, const int64_t[::1] ids not None, const int64_t[::1] headers not None, bint writes_remote
     ):
         """Raise PlanError if the tables do not fit or a block would be written twice."""
         cdef vector[Table] tables
         with nogil:
-            tables = tables_from_flat(signed_span(ids), signed_span(heads))
+            tables = tables_from_flat(ids_of(ids), ids_of(headers))
             self.plan.get().check(
-                table_span(tables), Side.kRemote if writes_remote else Side.kLocal)
+                tables_of(tables), Side.kRemote if writes_remote else Side.kLocal)
 
-    def totals(self, const int64_t[::1] ids not None, const int64_t[::1] heads not None):
+    def totals(self, const int64_t[::1] ids not None, const int64_t[::1] headers not None):
         """Return bytes that the tables move, and their runs before merging and cutting."""
         cdef vector[Table] tables
         cdef unique_ptr[Expansion] expansion
         with nogil:
-            tables = tables_from_flat(signed_span(ids), signed_span(heads))
-            expansion.reset(new Expansion(self.plan.get()[0], table_span(tables)))
+            tables = tables_from_flat(ids_of(ids), ids_of(headers))
+            expansion.reset(new Expansion(self.plan.get()[0], tables_of(tables)))
         return expansion.get().bytes(), expansion.get().num_runs()
 
     def cover(
-        self, size_t group, const int64_t[::1] ids not None, const int64_t[::1] heads not None
+        self, size_t group, const int64_t[::1] ids not None, const int64_t[::1] headers not None
     ):
         """Return (begin, end, local first, local last, remote first, remote last) of one group."""
         cdef vector[Table] tables
         cdef Cover cover
         with nogil:
-            tables = tables_from_flat(signed_span(ids), signed_span(heads))
+            tables = tables_from_flat(ids_of(ids), ids_of(headers))
             cover = self.plan.get().cover(group, tables.at(0))
         return (cover.begin, cover.end, cover.first[0], cover.last[0], cover.first[1],
                 cover.last[1])

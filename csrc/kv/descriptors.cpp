@@ -150,27 +150,27 @@ class RowWriter {
 }  // namespace
 
 std::vector<Table> tables_from_flat(std::span<const std::int64_t> ids,
-                                    std::span<const std::int64_t> heads) {
-    if (heads.size() % kTableWords != 0) {
-        plan_error("table heads must come in groups of " + std::to_string(kTableWords) +
-                   " words, got " + std::to_string(heads.size()));
+                                    std::span<const std::int64_t> headers) {
+    if (headers.size() % kTableWords != 0) {
+        plan_error("table headers must come in groups of " + std::to_string(kTableWords) +
+                   " words, got " + std::to_string(headers.size()));
     }
-    std::vector<Table> tables(heads.size() / kTableWords);
+    std::vector<Table> tables(headers.size() / kTableWords);
     for (std::size_t i = 0; i < tables.size(); ++i) {
-        const auto head = heads.subspan(i * kTableWords, kTableWords);
+        const auto header = headers.subspan(i * kTableWords, kTableWords);
         for (std::size_t side = 0; side < 2; ++side) {
-            const auto count = static_cast<std::uint64_t>(head[side]);
+            const auto count = static_cast<std::uint64_t>(header[side]);
             if (count > ids.size()) {
                 plan_error(group_name(i) + kSideNames[side] + " table of " +
-                           std::to_string(head[side]) + " blocks, but only " +
+                           std::to_string(header[side]) + " blocks, but only " +
                            std::to_string(ids.size()) + " are left");
             }
             (side == 0 ? tables[i].local : tables[i].remote) = ids.first(count);
             ids = ids.subspan(count);
         }
-        tables[i].num_tokens = head[2];
-        tables[i].local_start = head[3];
-        tables[i].remote_start = head[4];
+        tables[i].num_tokens = header[2];
+        tables[i].local_start = header[3];
+        tables[i].remote_start = header[4];
     }
     if (!ids.empty()) {
         plan_error(std::to_string(ids.size()) + " block ids belong to no table");

@@ -41,7 +41,7 @@ inline constexpr std::size_t kTableWords = 5;
 /// (local count, remote count, num_tokens, local_start, remote_start). Views, not copies.
 /// @throws Error PlanError if the counts do not add up
 std::vector<Table> tables_from_flat(std::span<const std::int64_t> ids,
-                                    std::span<const std::int64_t> heads);
+                                    std::span<const std::int64_t> headers);
 
 /// Half-open range.
 struct Interval {

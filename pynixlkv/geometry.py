@@ -1,0 +1,761 @@
+"""What a rank holds: tensors become boxes with named axes, boxes become bytes for the peer.
+
+`KVCache` is made from the tensors of one rank and keeps them alive. Its `Geometry` is plain data
+with addresses in it: comparable, serialisable, and all that a peer needs to plan against.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import msgspec
+import numpy as np
+
+from pynixlkv import _kernels
+from pynixlkv.errors import LayoutError, ProtocolVersionError, WireError
+from pynixlkv.topology import held_heads
+from pynixlkv.types import MemorySpan, MemoryType
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["AddressRange", "Axis", "Geometry", "Group", "KVCache", "Region"]
+
+_MAX_REGIONS = 4096
+_MAX_GROUPS = 64
+_MAGIC = b"PNKG"
+_VERSION = 1
+_HEADER = struct.Struct("<4sH")
+
+# Names of the axes in the order of csrc/kv/region.hpp, and the letters that stand for them. C is
+# not among them: it is K and D sharing one dimension.
+_AXES = {"L": "layer", "K": "kv", "B": "block", "H": "head", "N": "token", "D": "dim"}
+
+_Word = Annotated[int, msgspec.Meta(ge=0, lt=2**60)]
+_Count = Annotated[int, msgspec.Meta(ge=1, lt=2**60)]
+_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+_Rank = tuple[_Word, _Count]
+
+
+class Axis(msgspec.Struct, frozen=True, array_like=True):
+    """One axis of a region.
+
+    Parameters
+    ----------
+    start : int
+        Global index of its first element; 0 for the block and token axes.
+    count : int
+        Number of elements, at least 1.
+    stride : int
+        Bytes from one element to the next; 0 where `count` is 1.
+    """
+
+    start: _Word = 0
+    count: _Count = 1
+    stride: _Word = 0
+
+
+class Region(msgspec.Struct, frozen=True, array_like=True):
+    """A box of elements: where each element of some layers, heads, … lies.
+
+    The element with global indices (l, k, b, h, n, d) is at ``address`` plus, for each axis,
+    ``(index - start) * stride`` bytes.
+
+    Parameters
+    ----------
+    name : str
+        Name of the tensor; compared and reported, never computed with.
+    span : int
+        Index into `Geometry.spans` of the memory that holds all of it.
+    address : int
+        Virtual address of the first element.
+    layer, kv, block, head, token, dim : Axis
+        The axes. ``kv`` is 0 for K and 1 for V, or 0 alone where there is no such axis.
+    """
+
+    name: _Text
+    span: _Word
+    address: _Word
+    layer: Axis
+    kv: Axis
+    block: Axis
+    head: Axis
+    token: Axis
+    dim: Axis
+
+
+class AddressRange(msgspec.Struct, frozen=True, array_like=True):
+    """A contiguous range of memory that is registered as a whole.
+
+    Parameters
+    ----------
+    address : int
+        First byte.
+    nbytes : int
+        Length in bytes, at least 1.
+    memory : MemoryType
+        Kind of memory.
+    device : int
+        Device ordinal; 0 for host memory.
+    """
+
+    address: _Word
+    nbytes: _Count
+    memory: MemoryType
+    device: _Word
+
+
+class Group(msgspec.Struct, frozen=True):
+    """Layers of the same kind, which share one block table per request.
+
+    Parameters
+    ----------
+    name : str
+        Groups of two sides meet by this name.
+    dtype : str
+        Element type, such as ``"bfloat16"``; two sides must agree.
+    element_bytes : int
+        Bytes per element.
+    block_size : int
+        Tokens per block; 0 for state that has no token axis and moves block by block.
+    num_blocks : int
+        Blocks in the pool; block ids are below it.
+    kv_heads : int or None
+        KV heads of the whole model; None if every rank holds the whole cache (an MLA latent).
+    head_dim : int
+        Elements per head and token, or of the latent.
+    has_values : bool
+        There are keys and values; False for one latent or state.
+    tp : tuple of (int, int)
+        Tensor-parallel rank and size.
+    dcp : tuple of (int, int)
+        Rank and size in the group that the tokens of a sequence are spread over.
+    interleave : int
+        Consecutive tokens that go to one rank of that group before it is the next one's turn.
+    indivisible : str
+        Letters of the axes along which the inside is opaque.
+    regions : tuple of Region
+        The boxes; no element is in two of them.
+    """
+
+    name: _Text
+    dtype: _Text
+    element_bytes: _Count
+    block_size: _Word
+    num_blocks: _Count
+    kv_heads: _Count | None
+    head_dim: _Count
+    has_values: bool
+    tp: _Rank
+    dcp: _Rank
+    interleave: _Count
+    indivisible: Annotated[str, msgspec.Meta(max_length=len(_AXES))]
+    regions: Annotated[tuple[Region, ...], msgspec.Meta(min_length=1, max_length=_MAX_REGIONS)]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Global indices of the layers held, ascending."""
+        return tuple(
+            sorted({i for r in self.regions for i in range(r.layer.start, _stop(r.layer))})
+        )
+
+    @property
+    def heads(self) -> range:
+        """Global KV heads held; ``range(0, 1)`` if every rank holds the whole cache."""
+        return held_heads(*self.tp, self.kv_heads)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a sequence that one block stands for: all ranks' shares together."""
+        return max(self.block_size, 1) * self.dcp[1]
+
+    def __post_init__(self) -> None:
+        where = f"group {self.name!r}"
+        if set(self.indivisible) - set(_AXES) or len(set(self.indivisible)) < len(self.indivisible):
+            raise LayoutError(
+                f"{where}: indivisible is {self.indivisible!r}; expected different letters "
+                f"of {''.join(_AXES)!r}"
+            )
+        wholes = {
+            "head": self.heads,
+            "kv": range(2 if self.has_values else 1),
+            "dim": range(self.head_dim),
+        }
+        for region in self.regions:
+            for axis, whole in wholes.items():
+                found = getattr(region, axis)
+                if found.start < whole.start or _stop(found) > whole.stop:
+                    raise LayoutError(
+                        f"{where}, region {region.name!r}: {axis} axis is {found.start} to "
+                        f"{_stop(found) - 1}; expected {whole.start} to {whole.stop - 1} "
+                        f"(kv_heads={self.kv_heads}, tp={self.tp}, head_dim={self.head_dim})"
+                    )
+
+
+class Geometry(msgspec.Struct, frozen=True):
+    """Where a rank's whole KV cache lies; what a peer needs to plan transfers with it.
+
+    Parameters
+    ----------
+    spans : tuple of AddressRange
+        Memory to register, ascending and disjoint.
+    groups : tuple of Group
+        At least one; names differ.
+
+    Raises
+    ------
+    LayoutError
+        If anything lies outside its span, overlaps, is held twice, or is out of range.
+
+    Notes
+    -----
+    Immutable, hashable, comparable with ``==`` (addresses included; see `differences` for what
+    matters to a peer). Safe from several threads.
+    """
+
+    spans: Annotated[
+        tuple[AddressRange, ...], msgspec.Meta(min_length=1, max_length=_MAX_REGIONS)
+    ]
+    groups: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1, max_length=_MAX_GROUPS)]
+
+    def __post_init__(self) -> None:
+        names = [group.name for group in self.groups]
+        if len(set(names)) < len(names):
+            raise LayoutError(f"group names are {names}; each may appear once")
+        _kernels.check_geometry(_words(self.spans, self.groups))
+
+    def to_bytes(self) -> bytes:
+        """Serialise for a peer.
+
+        Returns
+        -------
+        bytes
+            A magic, a version, and MessagePack.
+        """
+        return _HEADER.pack(_MAGIC, _VERSION) + msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Geometry:
+        """Read what `to_bytes` wrote. The bytes may come from anyone.
+
+        Parameters
+        ----------
+        data : bytes-like
+            The whole message.
+
+        Returns
+        -------
+        Geometry
+            Checked as if it had been made here: sizes capped, every region inside its span.
+
+        Raises
+        ------
+        ProtocolVersionError
+            If another version wrote it.
+        WireError
+            If it is damaged, truncated, or impossible.
+        """
+        data = bytes(data)
+        if len(data) < _HEADER.size or data[:4] != _MAGIC:
+            raise WireError(f"not a geometry: {len(data)} bytes that begin with {data[:4]!r}")
+        version = _HEADER.unpack_from(data)[1]
+        if version != _VERSION:
+            raise ProtocolVersionError(
+                f"geometry has version {version}, expected {_VERSION}; use the same pynixlkv",
+                local_version=str(_VERSION),
+                remote_version=str(version),
+            )
+        try:
+            return msgspec.msgpack.decode(data[_HEADER.size :], type=cls)
+        except (msgspec.DecodeError, LayoutError, UnicodeDecodeError) as error:
+            raise WireError(f"geometry of {len(data)} bytes is damaged: {error}") from error
+
+    def differences(self, other: Geometry) -> list[tuple[str, object, object]]:
+        """Return what makes it impossible to move data between two caches.
+
+        Parameters
+        ----------
+        other : Geometry
+            The other side's.
+
+        Returns
+        -------
+        list of (str, object, object)
+            Field (``"groups"`` or ``"<group>.<field>"``), value here, value there. Empty if they
+            can be planned. Layouts, block sizes, pool sizes, ranks and names may differ freely.
+        """
+        mine = {group.name: group for group in self.groups}
+        theirs = {group.name: group for group in other.groups}
+        found: list[tuple[str, object, object]] = []
+        if set(mine) != set(theirs):
+            found.append(("groups", sorted(mine), sorted(theirs)))
+        for name in mine:
+            if name in theirs:
+                found.extend(_group_differences(mine[name], theirs[name]))
+        return found
+
+
+_AGREED = ("dtype", "element_bytes", "kv_heads", "head_dim", "has_values")
+
+
+def _group_differences(mine: Group, theirs: Group) -> list[tuple[str, object, object]]:
+    pairs = [(field, getattr(mine, field), getattr(theirs, field)) for field in _AGREED]
+    pairs.append(("indivisible", sorted(mine.indivisible), sorted(theirs.indivisible)))
+    pairs.append(("has_tokens", mine.block_size > 0, theirs.block_size > 0))
+    return [(f"{mine.name}.{field}", a, b) for field, a, b in pairs if a != b]
+
+
+def _stop(axis: Axis) -> int:
+    return axis.start + axis.count
+
+
+def _words(spans: Sequence[AddressRange], groups: Sequence[Group]) -> NDArray[np.uint64]:
+    """Return the flat form that csrc/kv reads; its layout is described in kv/region.hpp."""
+    words = [len(spans)]
+    for span in spans:
+        words += (span.address, span.nbytes, span.device)
+    words.append(len(groups))
+    for group in groups:
+        words += (group.element_bytes, group.num_blocks, max(group.block_size, 1), *group.dcp)
+        words += (group.interleave, group.kv_heads is not None)
+        words.append(sum(1 << i for i, axis in enumerate(_AXES) if axis in group.indivisible))
+        words.append(len(group.regions))
+        for region in group.regions:
+            words += (region.span, region.address)
+            for name in _AXES.values():
+                axis = getattr(region, name)
+                words += (axis.start, axis.count, axis.stride)
+    return np.array(words, np.uint64)
+
+
+def geometry_words(geometry: Geometry, groups: Sequence[str]) -> NDArray[np.uint64]:
+    """Return the flat form of some groups of a geometry, in the order given."""
+    by_name = {group.name: group for group in geometry.groups}
+    return _words(geometry.spans, [by_name[name] for name in groups])
+
+
+@dataclass(frozen=True)
+class _Array:
+    """What matters of a tensor or array."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    element_bytes: int
+    dtype: str
+    memory: MemoryType
+    device: int
+    storage: object
+    owner: object
+
+
+def _read_array(name: str, array: Any) -> _Array:  # noqa: ANN401
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return _read_tensor(name, array)
+    interface = getattr(array, "__array_interface__", None)
+    if not isinstance(interface, Mapping):
+        raise LayoutError(
+            f"tensor {name!r} is a {type(array).__name__}; expected a torch tensor or a numpy array"
+        )
+    dtype = np.dtype(interface["typestr"])
+    if dtype.hasobject:
+        raise LayoutError(f"tensor {name!r} holds Python objects; expected numbers")
+    shape = tuple(interface["shape"])
+    strides = interface.get("strides")
+    if strides is None:
+        strides = np.cumprod((dtype.itemsize, *shape[:0:-1]))[::-1].tolist()
+    storage = array
+    while isinstance(getattr(storage, "base", None), np.ndarray):
+        storage = storage.base
+    return _Array(
+        address=interface["data"][0],
+        shape=shape,
+        strides=tuple(strides),
+        element_bytes=dtype.itemsize,
+        dtype=dtype.name if dtype.isnative else dtype.str,
+        memory=MemoryType.DRAM,
+        device=0,
+        storage=id(storage),
+        owner=array,
+    )
+
+
+def _read_tensor(name: str, tensor: Any) -> _Array:  # noqa: ANN401
+    memories = {"cpu": MemoryType.DRAM, "cuda": MemoryType.VRAM}
+    if str(tensor.layout) != "torch.strided" or tensor.device.type not in memories:
+        raise LayoutError(
+            f"tensor {name!r} is {tensor.layout} on {tensor.device}; expected a strided tensor "
+            "on cpu or cuda"
+        )
+    element_bytes = tensor.element_size()
+    storage = tensor.untyped_storage()
+    return _Array(
+        address=tensor.data_ptr(),
+        shape=tuple(tensor.shape),
+        strides=tuple(stride * element_bytes for stride in tensor.stride()),
+        element_bytes=element_bytes,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        memory=memories[tensor.device.type],
+        device=tensor.device.index or 0,
+        storage=(storage.data_ptr(), storage.nbytes()),
+        owner=tensor,
+    )
+
+
+def _resolve_axes(name: str, axes: str, shape: tuple[int, ...], *, apart: bool) -> str:
+    """Return the letters of one array's dimensions. `apart`: K and V are arrays of their own."""
+    where = f"tensor {name!r} of shape {shape}: axes {axes!r}"
+    if axes in ("HND", "NHD"):
+        if apart:
+            candidates = ["B" + axes]
+        else:
+            candidates = ["BK" + axes, "KB" + axes]
+        fitting = [
+            letters
+            for letters in candidates
+            if len(shape) == len(letters) and ("K" not in letters or shape[letters.index("K")] == 2)
+        ]
+        if len(fitting) != 1:
+            packed = "B" + axes[:2] + "C"
+            raise LayoutError(
+                f"{where} could mean {' or '.join(fitting or ['none that fits'])}; write the order "
+                f"of the dimensions, such as {', '.join(map(repr, [*candidates, packed]))}"
+            )
+        return fitting[0]
+    letters = "BND" if axes == "MLA" else axes
+    unknown = sorted(set(letters) - set("LKBHNDC"))
+    if unknown:
+        raise LayoutError(f"{where} has unknown letters {''.join(unknown)!r}; use L K B H N D C")
+    repeated = sorted({letter for letter in letters if letters.count(letter) > 1})
+    if repeated:
+        raise LayoutError(f"{where} repeats {''.join(repeated)!r}; each letter may appear once")
+    if "B" not in letters or ("D" in letters) == ("C" in letters):
+        raise LayoutError(f"{where} must have B, and either D or C")
+    if "C" in letters and "K" in letters:
+        raise LayoutError(f"{where} has K beside C; C holds K and V already")
+    if apart and set(letters) & set("KC"):
+        raise LayoutError(f"{where} has K or C, but K and V are tensors of their own")
+    if len(letters) != len(shape):
+        raise LayoutError(f"{where} names {len(letters)} dimensions, the tensor has {len(shape)}")
+    return letters
+
+
+@dataclass(frozen=True)
+class _Box:
+    """An array with its axes, its layers still counted from 0."""
+
+    name: str
+    array: _Array
+    axes: dict[str, Axis]
+    has_values: bool
+
+
+def _read_box(name: str, value: Any, axes: str, kv: int | None) -> _Box:  # noqa: ANN401
+    array = _read_array(name, value)
+    letters = _resolve_axes(name, axes, array.shape, apart=kv is not None)
+    where = f"tensor {name!r} of shape {array.shape}"
+    if min(array.shape) < 1:
+        raise LayoutError(f"{where} is empty")
+    if min(array.strides) < 0:
+        raise LayoutError(f"{where} has negative strides {array.strides}; pass it unflipped")
+    found = {
+        letter: Axis(0, count, stride if count > 1 else 0)
+        for letter, count, stride in zip(letters, array.shape, array.strides, strict=True)
+    }
+    if "K" in found and found["K"].count != 2:
+        raise LayoutError(f"{where}: dimension K is {found['K'].count}, expected 2 (K and V)")
+    if "C" in found:
+        content = found.pop("C")
+        if content.count % 2:
+            raise LayoutError(f"{where}: dimension C is {content.count}, expected an even number")
+        half = content.count // 2
+        found["K"] = Axis(0, 2, half * content.stride)
+        found["D"] = Axis(0, half, content.stride if half > 1 else 0)
+    has_values = kv is not None or "K" in found
+    if kv is not None:
+        found["K"] = Axis(kv, 1, 0)
+    return _Box(name, array, {letter: found.get(letter, Axis()) for letter in _AXES}, has_values)
+
+
+def _layer_numbers(
+    boxes: Sequence[list[_Box]], layers: Sequence[int] | None
+) -> list[list[int]]:
+    """Return the global layers of each tensor."""
+    counts = [tensor[0].axes["L"].count for tensor in boxes]
+    numbers = list(range(sum(counts))) if layers is None else [int(layer) for layer in layers]
+    if len(numbers) != sum(counts) or min(numbers) < 0:
+        raise LayoutError(
+            f"layers is {numbers}; expected {sum(counts)} numbers from 0 on, one for each layer of "
+            f"the tensors {[tensor[0].name for tensor in boxes]}"
+        )
+    if len(set(numbers)) < len(numbers):
+        twice = sorted({layer for layer in numbers if numbers.count(layer) > 1})
+        raise LayoutError(f"layers lists {twice} more than once")
+    starts = np.cumsum([0, *counts]).tolist()
+    return [numbers[start : start + count] for start, count in zip(starts, counts, strict=False)]
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (index, count) of the stretches of consecutive numbers."""
+    cuts = [0, *(i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1)]
+    return [(a, b - a) for a, b in zip(cuts, [*cuts[1:], len(numbers)], strict=True)]
+
+
+def _extent(array: _Array) -> tuple[int, int]:
+    reach = sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True))
+    return array.address, array.address + reach + array.element_bytes
+
+
+def _find_spans(arrays: Sequence[_Array]) -> list[MemorySpan]:
+    """Return the fewest ranges that hold the arrays: one per storage, touching ones joined."""
+    by_storage: dict[object, list[_Array]] = {}
+    for array in arrays:
+        by_storage.setdefault((array.memory, array.device, array.storage), []).append(array)
+    pieces = []
+    for members in by_storage.values():
+        extents = [_extent(array) for array in members]
+        pieces.append((min(a for a, _ in extents), max(b for _, b in extents), members))
+    pieces.sort(key=lambda piece: piece[:2])
+    joined = pieces[:1]
+    for begin, end, members in pieces[1:]:
+        last_begin, last_end, last = joined[-1]
+        same = (last[0].memory, last[0].device) == (members[0].memory, members[0].device)
+        if begin <= last_end and same:
+            joined[-1] = (last_begin, max(end, last_end), [*last, *members])
+        else:
+            joined.append((begin, end, members))
+    return [
+        MemorySpan(
+            begin,
+            end - begin,
+            members[0].memory,
+            members[0].device,
+            keepalive=tuple(array.owner for array in members),
+        )
+        for begin, end, members in joined
+    ]
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A group before its spans are known: the axes of each region, and its array."""
+
+    name: str
+    fields: dict[str, Any]
+    regions: tuple[tuple[str, _Array, int, dict[str, Axis]], ...]
+
+
+class KVCache:
+    """The KV cache of one rank: its tensors, kept alive, and their geometry.
+
+    Make one with `from_tensors`; join several groups with `combine`.
+
+    Notes
+    -----
+    Immutable. Copies nothing: transfers move bytes in and out of the tensors that were given.
+    """
+
+    __slots__ = ("_drafts", "geometry", "spans")
+
+    geometry: Geometry
+    """Where everything lies; send ``geometry.to_bytes()`` to the peer."""
+    spans: tuple[MemorySpan, ...]
+    """Memory to register with an agent; holds the tensors."""
+
+    DEFAULT_GROUP: ClassVar[str] = "kv"
+
+    def __init__(self, drafts: Sequence[_Draft]) -> None:
+        self._drafts = tuple(drafts)
+        self.spans = tuple(
+            _find_spans([array for draft in drafts for _, array, _, _ in draft.regions])
+        )
+        self.geometry = Geometry(
+            tuple(AddressRange(s.address, s.nbytes, s.memory, s.device) for s in self.spans),
+            tuple(self._finish(draft) for draft in drafts),
+        )
+
+    def _finish(self, draft: _Draft) -> Group:
+        regions = []
+        for name, array, address, axes in draft.regions:
+            span = next(
+                i
+                for i, s in enumerate(self.spans)
+                if (s.memory, s.device) == (array.memory, array.device)
+                and s.address <= address < s.address + s.nbytes
+            )
+            regions.append(
+                Region(name, span, address, **{_AXES[letter]: axes[letter] for letter in _AXES})
+            )
+        return Group(draft.name, **draft.fields, regions=tuple(regions))
+
+    def __repr__(self) -> str:
+        groups = ", ".join(
+            f"{g.name}: {len(g.layers)} layers, {g.num_blocks} blocks of {g.block_size} tokens, "
+            f"heads {g.heads.start}..{g.heads.stop - 1}"
+            for g in self.geometry.groups
+        )
+        return f"<KVCache {groups}; {sum(s.nbytes for s in self.spans)} bytes>"
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Mapping[str, Any],
+        *,
+        axes: str,
+        kv_heads: int | None,
+        tp: tuple[int, int] = (0, 1),
+        layers: Sequence[int] | None = None,
+        group: str = DEFAULT_GROUP,
+        dtype: str | None = None,
+        dcp: tuple[int, int] = (0, 1),
+        interleave: int = 1,
+        indivisible: str = "",
+    ) -> KVCache:
+        """Describe the tensors of one group of layers.
+
+        Parameters
+        ----------
+        tensors : mapping of str to tensor or pair of tensors
+            Torch tensors (cpu or cuda, any dtype) or numpy arrays, by layer name. Any strides
+            that do not overlap: views, permuted and padded tensors are fine. A pair holds K and V
+            of a layer in tensors of their own. All must agree in dtype, number of blocks, tokens
+            per block and head size.
+        axes : str
+            The dimensions of each tensor, in its order, one letter each: ``L`` layer, ``K`` K or V
+            (of size 2), ``B`` block, ``H`` KV head, ``N`` token, ``D`` element of a head or of
+            the latent, or instead of K and D: ``C``, K's elements and then V's. Each letter at
+            most once; B and one of D and C must be there. Without ``N`` the group is state that
+            moves block by block. ``"HND"`` and ``"NHD"`` stand for the order with B and K, in
+            either order, in front, where only one of the two fits the shape, or with B in front
+            for pairs; ``"MLA"`` stands for ``"BND"``.
+        kv_heads : int or None
+            KV heads (or equal shards of state) of the whole model; None if every rank holds
+            the whole (MLA), whatever `tp` is. Dimension H must be what the rank holds
+            according to `pynixlkv.topology.held_heads`, and may be left out if that is one.
+        tp : tuple of (int, int)
+            Tensor-parallel rank and size.
+        layers : sequence of int, optional
+            Global index of each layer, in the order of the mapping and, inside a tensor, of its
+            dimension L. By default 0, 1, 2, …. Both sides of a transfer must number alike;
+            a pipeline stage gives the numbers that the whole model uses.
+        group : str
+            Name of the group; groups of two sides meet by name.
+        dtype : str, optional
+            Name of the element type where the tensor's own does not say it (a ``uint16`` view of
+            bfloat16). Never changes the size.
+        dcp : tuple of (int, int)
+            Rank and size of the decode-context-parallel group over which tokens are interleaved.
+        interleave : int
+            Consecutive tokens per turn in that group; divides the tokens per block.
+        indivisible : str
+            Letters of axes along which the inside of the cache is opaque. Along such an axis,
+            and along all axes of smaller stride, both sides must have the same layout and extent,
+            and everything moves whole. ``"N"`` means whole blocks of tokens: a tail is rounded up.
+
+        Returns
+        -------
+        KVCache
+            A cache of one group.
+
+        Raises
+        ------
+        LayoutError
+            If a tensor, the axes, or the numbers do not fit each other. Says what was seen, what
+            was expected, and which tensor it was.
+
+        Notes
+        -----
+        Does not copy or touch the tensors' data. The cache and its spans keep the tensors alive.
+        """
+        if not isinstance(tensors, Mapping) or not tensors:
+            raise LayoutError("tensors must be a mapping of layer name to tensor, and not empty")
+        held = held_heads(*tp, kv_heads)
+        boxes = [_read_layer(str(name), value, axes) for name, value in tensors.items()]
+        first = boxes[0][0]
+        regions = []
+        for tensor, numbers in zip(boxes, _layer_numbers(boxes, layers), strict=True):
+            for box in tensor:
+                _check_alike(first, box)
+                if box.axes["H"].count != len(held):
+                    raise LayoutError(
+                        f"tensor {box.name!r} has {box.axes['H'].count} heads; rank {tp[0]} of "
+                        f"{tp[1]} holds {len(held)} of kv_heads={kv_heads} "
+                        f"({held.start} to {held.stop - 1})"
+                    )
+                head = box.axes["H"]
+                placed = {**box.axes, "H": Axis(held.start, head.count, head.stride)}
+                stride = box.axes["L"].stride
+                for at, count in _runs(numbers):
+                    layer = Axis(numbers[at], count, stride if count > 1 else 0)
+                    address = box.array.address + at * stride
+                    regions.append((box.name, box.array, address, {**placed, "L": layer}))
+        fields = {
+            "dtype": dtype or first.array.dtype,
+            "element_bytes": first.array.element_bytes,
+            "block_size": first.axes["N"].count if _has_tokens(axes) else 0,
+            "num_blocks": first.axes["B"].count,
+            "kv_heads": kv_heads,
+            "head_dim": first.axes["D"].count,
+            "has_values": first.has_values,
+            "tp": tuple(tp),
+            "dcp": tuple(dcp),
+            "interleave": interleave,
+            "indivisible": indivisible,
+        }
+        return cls([_Draft(group, fields, tuple(regions))])
+
+    @classmethod
+    def combine(cls, *caches: KVCache) -> KVCache:
+        """Join caches into one whose groups have block tables of their own.
+
+        Parameters
+        ----------
+        *caches : KVCache
+            One or more; the names of their groups must differ. Groups may lie in the same memory
+            (a shared pool of blocks) if equal block numbers are equal bytes.
+
+        Returns
+        -------
+        KVCache
+            Groups in the order given.
+
+        Raises
+        ------
+        LayoutError
+            If a name appears twice, or groups overlap at different block numbers.
+        """
+        return cls([draft for cache in caches for draft in cache._drafts])
+
+
+def _has_tokens(axes: str) -> bool:
+    return "N" in axes or axes == "MLA"
+
+
+def _read_layer(name: str, value: Any, axes: str) -> list[_Box]:  # noqa: ANN401
+    if not isinstance(value, (tuple, list)):
+        return [_read_box(name, value, axes, None)]
+    if len(value) != 2:
+        raise LayoutError(f"tensor {name!r} is a sequence of {len(value)}; expected (K, V)")
+    pair = [_read_box(name, half, axes, kv) for kv, half in enumerate(value)]
+    _check_alike(*pair, letters="BNDL")
+    return pair
+
+
+def _check_alike(first: _Box, other: _Box, letters: str = "BND") -> None:
+    facts = {"dtype": (first.array.dtype, other.array.dtype)}
+    facts |= {
+        f"dimension {letter}": (first.axes[letter].count, other.axes[letter].count)
+        for letter in letters
+    }
+    facts["K and V"] = (first.has_values, other.has_values)
+    for what, (a, b) in facts.items():
+        if a != b:
+            raise LayoutError(
+                f"tensors {first.name!r} and {other.name!r} differ in {what}: {a} and {b}; "
+                "layers that differ go into groups of their own (see KVCache.combine)"
+            )

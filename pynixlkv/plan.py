@@ -1,0 +1,636 @@
+"""From two geometries to byte moves: which runs of bytes two block tables exchange.
+
+A `TransferPlan` is made once per pair of ranks and turns block tables into descriptors as often as
+needed. The arithmetic is in csrc/kv; here arguments are checked and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from pynixlkv import _kernels
+from pynixlkv.errors import PlanError
+from pynixlkv.geometry import Geometry, Group, geometry_words
+from pynixlkv.types import MemoryType, Operation
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+__all__ = [
+    "BlockTables",
+    "Coverage",
+    "GroupDescription",
+    "PlanDescription",
+    "TransferPlan",
+    "physical_blocks",
+]
+
+_UNLIMITED = 2**60 - 1
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class BlockTables:
+    """Block tables in the flat form that native code takes; made by `TransferPlan.tables`.
+
+    Parameters
+    ----------
+    ids : ndarray of int64, shape (n,)
+        Block ids: local then remote table, group after group.
+    headers : ndarray of int64, shape (5 * groups,)
+        Per group: local count, remote count, num_tokens or -1, local_start, remote_start.
+    """
+
+    ids: NDArray[np.int64]
+    headers: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What two block tables of a group have in common.
+
+    Parameters
+    ----------
+    tokens : range
+        Token positions that both tables cover and that are wanted (blocks, for state).
+    local, remote : range
+        Indices into each table of the blocks that these tokens touch.
+    local_only, remote_only : tuple of int
+        Indices into each table of the blocks that they do not touch: left to compute, or unread.
+    """
+
+    tokens: range
+    local: range
+    remote: range
+    local_only: tuple[int, ...]
+    remote_only: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GroupDescription:
+    """What a pair of blocks costs in one group.
+
+    Parameters
+    ----------
+    group : str
+        Name of the group.
+    bytes_per_block : int
+        Bytes moved per pair of blocks; per pair of the smaller blocks if the sizes differ.
+    runs_per_block : int
+        Contiguous runs these bytes are in, before blocks are merged and long runs cut.
+    shortest_run, longest_run : int
+        Bytes of the shortest and the longest of them.
+    best_runs_per_block : int
+        Runs in the best layout, which keeps all that a peer wants of a block in one piece.
+    """
+
+    group: str
+    bytes_per_block: int
+    runs_per_block: int
+    shortest_run: int
+    longest_run: int
+    best_runs_per_block: int
+
+
+@dataclass(frozen=True)
+class PlanDescription:
+    """What a plan costs, and what it costs for certain tables if they were given.
+
+    Parameters
+    ----------
+    groups : tuple of GroupDescription
+        Costs per block.
+    num_bytes : int
+        Bytes that the tables move; 0 without tables.
+    num_runs : int
+        Runs before adjacent ones are merged and long ones cut.
+    num_rows : int
+        Descriptors after both.
+    """
+
+    groups: tuple[GroupDescription, ...]
+    num_bytes: int = 0
+    num_runs: int = 0
+    num_rows: int = 0
+
+    def __str__(self) -> str:
+        lines = [
+            f"{g.group}: {g.bytes_per_block} bytes per block in {g.runs_per_block} runs of "
+            f"{g.shortest_run} to {g.longest_run} bytes ({g.best_runs_per_block} in the best layout)"
+            for g in self.groups
+        ]
+        if self.num_runs:
+            lines.append(f"{self.num_bytes} bytes: {self.num_runs} runs -> {self.num_rows} rows")
+        return "\n".join(lines)
+
+
+def physical_blocks(logical_blocks: ArrayLike, ratio: int) -> NDArray[np.int64]:
+    """Expand the block numbers of an engine whose kernels use smaller blocks.
+
+    Parameters
+    ----------
+    logical_blocks : array_like of int, shape (n,)
+        Logical block numbers.
+    ratio : int
+        Physical blocks per logical block, at least 1.
+
+    Returns
+    -------
+    ndarray of int64, shape (n * ratio,)
+        Physical block numbers in token order: block b becomes ``b * ratio`` to
+        ``b * ratio + ratio - 1``.
+
+    Raises
+    ------
+    PlanError
+        If the table is not one of integers, or the ratio is below 1.
+    """
+    if ratio < 1:
+        raise PlanError(f"ratio is {ratio}; expected the physical blocks per logical one, 1 or more")
+    blocks = _block_ids("logical_blocks", logical_blocks)
+    expanded: NDArray[np.int64] = (blocks[:, None] * ratio + np.arange(ratio)).reshape(-1)
+    return expanded
+
+
+class TransferPlan:
+    """How to move blocks between a local and a remote cache.
+
+    Parameters
+    ----------
+    local, remote : Geometry
+        The two sides. Groups meet by name, layers, heads and elements by global index.
+    heads : iterable of int, optional
+        Global KV heads to move, held by both sides; as `Source.heads` of
+        `pynixlkv.topology.read_sources` says. By default all that the local side holds. Groups
+        that every rank holds whole take no part in the choice and move whole.
+    layers : iterable of int, optional
+        Global layers to move, held by both sides. By default all that the local side holds.
+    groups : iterable of str, optional
+        Names of the groups to move, held by both sides. By default all; then both sides must have
+        the same ones.
+    max_bytes : int, optional
+        Longest descriptor in bytes, at least 1; longer runs are cut. By default no limit.
+
+    Raises
+    ------
+    PlanError
+        If the sides cannot be matched (dtype, head size, K and V, heads, layers, …; the message
+        names field and values), if something is wanted that the remote side lacks, or if one side
+        mixes kinds of memory.
+
+    Notes
+    -----
+    Immutable and safe from several threads. Making a plan costs time in proportion to layers and
+    runs per block, not to the size of the pools.
+    """
+
+    __slots__ = ("_program", "groups", "local", "max_bytes", "memory", "program", "remote")
+
+    local: Geometry
+    remote: Geometry
+    groups: tuple[str, ...]
+    """Names of the groups that move, in the order of `BlockTables`."""
+    max_bytes: int | None
+    memory: tuple[MemoryType, MemoryType]
+    """Kind of memory of the local and the remote rows."""
+    program: NDArray[np.uint64]
+    """The compiled plan as words, read-only, for `pynixlkv::kv::Plan::from_words`."""
+
+    def __init__(
+        self,
+        local: Geometry,
+        remote: Geometry,
+        *,
+        heads: Iterable[int] | None = None,
+        layers: Iterable[int] | None = None,
+        groups: Iterable[str] | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
+        self.local = local
+        self.remote = remote
+        self.max_bytes = max_bytes
+        self.groups = _select_groups(local, remote, groups)
+        sides = [_pick(geometry, self.groups) for geometry in (local, remote)]
+        wanted_heads = _select_heads(sides, heads)
+        wanted_layers = _select_layers(sides, layers)
+        self.memory = (
+            _memory("local", local, sides[0]),
+            _memory("remote", remote, sides[1]),
+        )
+        if max_bytes is not None and max_bytes < 1:
+            raise PlanError(f"max_bytes is {max_bytes}; expected at least 1, or None for no limit")
+        selection = [min(max_bytes or _UNLIMITED, _UNLIMITED), *wanted_heads, *wanted_layers]
+        self.program = _kernels.compile_plan(
+            geometry_words(local, self.groups),
+            geometry_words(remote, self.groups),
+            np.array(selection, np.uint64),
+        )
+        self.program.flags.writeable = False
+        self._program = _kernels.Program(self.program)
+
+    def __repr__(self) -> str:
+        return f"<TransferPlan {', '.join(self.groups)}: {self.program.size} words>"
+
+    def tables(
+        self,
+        local_blocks: ArrayLike | Mapping[str, ArrayLike],
+        remote_blocks: ArrayLike | Mapping[str, ArrayLike],
+        *,
+        num_tokens: int | Mapping[str, int] | None = None,
+        local_start: int | Mapping[str, int] = 0,
+        remote_start: int | Mapping[str, int] = 0,
+    ) -> BlockTables:
+        """Put block tables into the form that native code takes.
+
+        Parameters
+        ----------
+        local_blocks, remote_blocks, num_tokens, local_start, remote_start
+            As for `descriptors`.
+
+        Returns
+        -------
+        BlockTables
+            Types, shapes and names are checked; ids and positions are checked where they are used.
+
+        Raises
+        ------
+        PlanError
+            If a table is missing, belongs to no group, or is not one-dimensional and of integers;
+            if a position is not an integer from 0 on.
+        """
+        counts = self._per_group("num_tokens", num_tokens, None)
+        local_starts = self._per_group("local_start", local_start, 0)
+        remote_starts = self._per_group("remote_start", remote_start, 0)
+        local_tables = self._per_table("local_blocks", local_blocks)
+        remote_tables = self._per_table("remote_blocks", remote_blocks)
+        parts = [
+            _flatten(
+                group,
+                local_tables[group.name],
+                remote_tables[group.name],
+                counts[group.name],
+                local_starts[group.name],
+                remote_starts[group.name],
+            )
+            for group in _pick(self.local, self.groups)
+        ]
+        return BlockTables(
+            np.concatenate([part.ids for part in parts]),
+            np.concatenate([part.headers for part in parts]),
+        )
+
+    def descriptors(
+        self,
+        local_blocks: ArrayLike | Mapping[str, ArrayLike],
+        remote_blocks: ArrayLike | Mapping[str, ArrayLike],
+        *,
+        num_tokens: int | Mapping[str, int] | None = None,
+        local_start: int | Mapping[str, int] = 0,
+        remote_start: int | Mapping[str, int] = 0,
+        operation: Operation = Operation.READ,
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Return the byte moves for two block tables.
+
+        What moves is every element that both sides hold, of the heads and layers of the plan, at
+        token positions that both tables cover: from the later of the two starts to `num_tokens`.
+
+        Parameters
+        ----------
+        local_blocks, remote_blocks : array_like of int, shapes (n,) and (m,), or mapping
+            Physical block numbers of one sequence in token order, each below the side's
+            ``num_blocks``. Entry i of a table holds the positions from ``start + i * size`` on,
+            where size is the side's tokens per block (times its context-parallel size). A plan
+            of several groups takes a mapping of group name to table.
+        num_tokens : int or mapping of str to int, optional
+            Valid tokens of the sequence, counted from position 0: nothing from this position on
+            moves. Both tables must reach it. Without it, the tables must end together: all but
+            the last block of each lie before the end of the other table.
+        local_start, remote_start : int or mapping of str to int
+            Token position of the first block of each table, a multiple of the tokens that one of
+            its blocks stands for. Positions that only one table covers in front do not move.
+        operation : Operation
+            READ writes local blocks, WRITE remote ones; the written table may hold no block twice.
+
+        Returns
+        -------
+        local, remote : ndarray of uint64, shape (k, 3)
+            Rows of address, length in bytes, device number. Row i of one side pairs with row i
+            of the other and has the same length. Ascending local address; rows that adjoin
+            on both sides are one, whatever the order of the tables; none is longer than
+            `max_bytes`, and only the last piece of a cut run is shorter.
+
+        Raises
+        ------
+        PlanError
+            If a block number is out of range or written twice, a start is not at a block's
+            boundary, the tables do not cover the wanted tokens (see `coverage`), or an argument
+            has the wrong type; the message names side, index, value and limit.
+
+        Notes
+        -----
+        State groups have no positions: their tables pair up entry by entry and must be equally
+        long. An indivisible token axis rounds `num_tokens` up to whole blocks.
+
+        Does not block, releases the GIL, is safe from several threads. Time and memory are linear
+        in blocks plus rows before merging.
+        """
+        tables = self.tables(
+            local_blocks,
+            remote_blocks,
+            num_tokens=num_tokens,
+            local_start=local_start,
+            remote_start=remote_start,
+        )
+        self._program.check(tables.ids, tables.headers, operation == Operation.WRITE)
+        return self._program.expand(tables.ids, tables.headers)
+
+    def coverage(
+        self,
+        local_blocks: ArrayLike,
+        remote_blocks: ArrayLike,
+        *,
+        group: str | None = None,
+        num_tokens: int | None = None,
+        local_start: int = 0,
+        remote_start: int = 0,
+    ) -> Coverage:
+        """Return what two tables have in common, and which blocks only one side has.
+
+        Parameters
+        ----------
+        local_blocks, remote_blocks : array_like of int, shapes (n,) and (m,)
+            Tables of one group, as for `descriptors`, of any length.
+        group : str, optional
+            Which group; may be left out if the plan has one.
+        num_tokens, local_start, remote_start : int
+            As for `descriptors`; the tables need not reach `num_tokens`.
+
+        Returns
+        -------
+        Coverage
+            Common tokens, and the indices of the blocks they touch and do not touch.
+
+        Raises
+        ------
+        PlanError
+            If a block number or start is out of range, or the group is not in the plan.
+        """
+        if group is None and len(self.groups) > 1:
+            raise PlanError(f"say which group: the plan has {list(self.groups)}")
+        name = self.groups[0] if group is None else group
+        if name not in self.groups:
+            raise PlanError(f"group {name!r} is not in the plan, which has {list(self.groups)}")
+        part = _flatten(
+            _pick(self.local, [name])[0],
+            local_blocks,
+            remote_blocks,
+            num_tokens,
+            local_start,
+            remote_start,
+        )
+        begin, end, *touched = self._program.cover(
+            self.groups.index(name), part.ids, part.headers
+        )
+        local, remote = range(*touched[:2]), range(*touched[2:])
+        return Coverage(
+            range(begin, end),
+            local,
+            remote,
+            tuple(i for i in range(part.headers[0]) if i not in local),
+            tuple(i for i in range(part.headers[1]) if i not in remote),
+        )
+
+    def describe(
+        self,
+        local_blocks: ArrayLike | Mapping[str, ArrayLike] | None = None,
+        remote_blocks: ArrayLike | Mapping[str, ArrayLike] | None = None,
+        *,
+        num_tokens: int | Mapping[str, int] | None = None,
+        local_start: int | Mapping[str, int] = 0,
+        remote_start: int | Mapping[str, int] = 0,
+    ) -> PlanDescription:
+        """Return what the plan costs, for any tables and for those that are given.
+
+        Parameters
+        ----------
+        local_blocks, remote_blocks : array_like of int or mapping, optional
+            Tables, as for `descriptors`; both or neither.
+        num_tokens, local_start, remote_start
+            As for `descriptors`.
+
+        Returns
+        -------
+        PlanDescription
+            Costs; ``str()`` of it is for people.
+
+        Raises
+        ------
+        PlanError
+            As `descriptors`, and if only one table is given.
+
+        Notes
+        -----
+        With tables, costs as much as `descriptors`.
+        """
+        limit = self.max_bytes or _UNLIMITED
+        groups = []
+        for i, name in enumerate(self.groups):
+            runs = self._program.block_runs(i)
+            num_bytes = int(runs.sum())
+            groups.append(
+                GroupDescription(
+                    group=name,
+                    bytes_per_block=num_bytes,
+                    runs_per_block=runs.size,
+                    shortest_run=int(runs.min()),
+                    longest_run=int(runs.max()),
+                    best_runs_per_block=-(-num_bytes // limit),
+                )
+            )
+        if (local_blocks is None) != (remote_blocks is None):
+            raise PlanError("describe takes both block tables or neither")
+        if local_blocks is None or remote_blocks is None:
+            return PlanDescription(tuple(groups))
+        tables = self.tables(
+            local_blocks,
+            remote_blocks,
+            num_tokens=num_tokens,
+            local_start=local_start,
+            remote_start=remote_start,
+        )
+        num_bytes, num_runs = self._program.totals(tables.ids, tables.headers)
+        num_rows = len(self._program.expand(tables.ids, tables.headers)[0])
+        return PlanDescription(tuple(groups), num_bytes, num_runs, num_rows)
+
+    def _per_group(self, what: str, value: Mapping[str, _T] | _T, default: _T) -> dict[str, _T]:
+        if not isinstance(value, Mapping):
+            return dict.fromkeys(self.groups, value)
+        self._check_names(what, value)
+        return {name: value.get(name, default) for name in self.groups}
+
+    def _per_table(
+        self, what: str, value: Mapping[str, ArrayLike] | ArrayLike
+    ) -> dict[str, ArrayLike]:
+        if not isinstance(value, Mapping):
+            if len(self.groups) > 1:
+                raise PlanError(
+                    f"{what} is one table, but the plan has groups {list(self.groups)}; pass a "
+                    "mapping of group name to table"
+                )
+            return {self.groups[0]: value}
+        self._check_names(what, value)
+        missing = [name for name in self.groups if name not in value]
+        if missing:
+            raise PlanError(f"{what} has no table for {missing}; every group of the plan needs one")
+        return dict(value)
+
+    def _check_names(self, what: str, value: Mapping[str, object]) -> None:
+        unknown = [name for name in value if name not in self.groups]
+        if unknown:
+            raise PlanError(f"{what} names {unknown}; the plan has groups {list(self.groups)}")
+
+
+def _pick(geometry: Geometry, names: Iterable[str]) -> list[Group]:
+    by_name = {group.name: group for group in geometry.groups}
+    return [by_name[name] for name in names]
+
+
+def _select_groups(
+    local: Geometry, remote: Geometry, groups: Iterable[str] | None
+) -> tuple[str, ...]:
+    here = [group.name for group in local.groups]
+    there = [group.name for group in remote.groups]
+    wanted = here if groups is None else list(dict.fromkeys(groups))
+    if groups is None and set(here) != set(there):
+        raise PlanError(
+            f"the groups differ: local has {here}, remote {there}; select common ones with groups="
+        )
+    for side, names in (("local", here), ("remote", there)):
+        missing = [name for name in wanted if name not in names]
+        if missing:
+            raise PlanError(f"groups {missing} are not in the {side} cache, which has {names}")
+    if not wanted:
+        raise PlanError(f"groups is empty; expected some of {here}")
+    differences = [
+        f"{field} is {a!r} here and {b!r} there"
+        for field, a, b in local.differences(remote)
+        if field.split(".")[0] in wanted or field.rpartition(".")[0] in wanted
+    ]
+    if differences:
+        raise PlanError(f"the caches cannot be matched: {'; '.join(differences)}")
+    return tuple(wanted)
+
+
+def _select_heads(sides: list[list[Group]], heads: Iterable[int] | None) -> list[int]:
+    if heads is None:
+        return _intervals(None)
+    wanted = _numbers("heads", heads)
+    for side, groups in zip(("local", "remote"), sides, strict=True):
+        # A cache without a head axis counts as one head, unless others say which heads there are.
+        for group in [g for g in groups if g.kv_heads is not None] or groups:
+            missing = [head for head in wanted if head not in group.heads]
+            if missing:
+                raise PlanError(
+                    f"heads {missing} of group {group.name!r} are not held by the {side} side; "
+                    f"rank {group.tp[0]} of {group.tp[1]} holds {group.heads.start} to "
+                    f"{group.heads.stop - 1}"
+                )
+    return _intervals(wanted)
+
+
+def _select_layers(sides: list[list[Group]], layers: Iterable[int] | None) -> list[int]:
+    if layers is None:
+        return _intervals(None)
+    wanted = _numbers("layers", layers)
+    for side, groups in zip(("local", "remote"), sides, strict=True):
+        held = {layer for group in groups for layer in group.layers}
+        missing = [layer for layer in wanted if layer not in held]
+        if missing:
+            raise PlanError(
+                f"layers {missing} are not held by the {side} side, which has {sorted(held)}"
+            )
+    return _intervals(wanted)
+
+
+def _numbers(what: str, values: Iterable[int]) -> list[int]:
+    numbers = sorted(set(_block_ids(what, list(values)).tolist()))
+    if not numbers:
+        raise PlanError(f"{what} is empty; leave it out to move all that the local side holds")
+    return numbers
+
+
+def _intervals(numbers: list[int] | None) -> list[int]:
+    """Return the count of stretches of consecutive numbers, then start and stop of each."""
+    if numbers is None:
+        return [1, 0, _UNLIMITED]
+    starts = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]
+    stops = [n + 1 for i, n in enumerate(numbers) if numbers[i + 1 : i + 2] != [n + 1]]
+    pairs = [bound for pair in zip(starts, stops, strict=True) for bound in pair]
+    return [len(starts), *pairs]
+
+
+def _memory(side: str, geometry: Geometry, groups: list[Group]) -> MemoryType:
+    kinds = {geometry.spans[region.span].memory for group in groups for region in group.regions}
+    if len(kinds) > 1:
+        raise PlanError(
+            f"the {side} side mixes {sorted(kind.name for kind in kinds)} memory; make a plan for "
+            "each kind with groups="
+        )
+    return kinds.pop()
+
+
+def _flatten(
+    group: Group,
+    local_blocks: ArrayLike,
+    remote_blocks: ArrayLike,
+    num_tokens: int | None,
+    local_start: int,
+    remote_start: int,
+) -> BlockTables:
+    where = f"group {group.name!r}: "
+    ids = [
+        _block_ids(f"{where}local_blocks", local_blocks),
+        _block_ids(f"{where}remote_blocks", remote_blocks),
+    ]
+    positions = [
+        -1 if num_tokens is None else _position(f"{where}num_tokens", num_tokens),
+        _position(f"{where}local_start", local_start),
+        _position(f"{where}remote_start", remote_start),
+    ]
+    if not group.block_size:
+        positions = [-1, 0, 0]
+    return BlockTables(
+        np.concatenate(ids), np.array([ids[0].size, ids[1].size, *positions], np.int64)
+    )
+
+
+def _block_ids(what: str, table: ArrayLike) -> NDArray[np.int64]:
+    """Return a table as int64, refusing what only looks like one."""
+    if isinstance(table, (list, tuple)) and bool in set(map(type, table)):
+        at = next(i for i, value in enumerate(table) if isinstance(value, bool))
+        raise PlanError(f"{what} holds {table[at]} at index {at}; expected integers")
+    try:
+        array = np.asarray(table)
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"{what} cannot be read as an array of integers: {error}") from error
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise PlanError(
+            f"{what} has shape {array.shape} and dtype {array.dtype}; expected one dimension of "
+            "integers"
+        )
+    if array.dtype == np.uint64 and array.size and int(array.max()) >= 2**63:
+        at = int(array.argmax())
+        raise PlanError(f"{what} holds {array[at]} at index {at}, which is no block number")
+    return np.ascontiguousarray(array, np.int64)
+
+
+def _position(what: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise PlanError(f"{what} is {value!r}; expected an integer number of tokens")
+    if not 0 <= value <= _UNLIMITED:
+        raise PlanError(f"{what} is {value}; expected 0 to {_UNLIMITED}")
+    return int(value)
