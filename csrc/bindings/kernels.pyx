@@ -34,7 +34,7 @@ cdef extern from "kv/plan.hpp" namespace "pynixlkv::kv" nogil:
         kLocal
         kRemote
 
-    cdef cppclass Row:
+    cdef cppclass Row "pynixlkv::Row":
         pass
 
     cdef cppclass Table:
