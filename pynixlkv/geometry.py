@@ -217,9 +217,7 @@ class Geometry(msgspec.Struct, frozen=True):
     matters to a peer). Safe from several threads.
     """
 
-    spans: Annotated[
-        tuple[AddressRange, ...], msgspec.Meta(min_length=1, max_length=_MAX_REGIONS)
-    ]
+    spans: Annotated[tuple[AddressRange, ...], msgspec.Meta(min_length=1, max_length=_MAX_REGIONS)]
     groups: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1, max_length=_MAX_GROUPS)]
 
     def __post_init__(self) -> None:
@@ -482,9 +480,7 @@ def _read_box(name: str, value: Any, axes: str, kv: int | None) -> _Box:  # noqa
     return _Box(name, array, {letter: found.get(letter, Axis()) for letter in _AXES}, has_values)
 
 
-def _layer_numbers(
-    boxes: Sequence[list[_Box]], layers: Sequence[int] | None
-) -> list[list[int]]:
+def _layer_numbers(boxes: Sequence[list[_Box]], layers: Sequence[int] | None) -> list[list[int]]:
     """Return the global layers of each tensor."""
     counts = [tensor[0].axes["L"].count for tensor in boxes]
     numbers = list(range(sum(counts))) if layers is None else [int(layer) for layer in layers]

@@ -150,7 +150,9 @@ def physical_blocks(logical_blocks: ArrayLike, ratio: int) -> NDArray[np.int64]:
         If the table is not one of integers, or the ratio is below 1.
     """
     if ratio < 1:
-        raise PlanError(f"ratio is {ratio}; expected the physical blocks per logical one, 1 or more")
+        raise PlanError(
+            f"ratio is {ratio}; expected the physical blocks per logical one, 1 or more"
+        )
     blocks = _block_ids("logical_blocks", logical_blocks)
     expanded: NDArray[np.int64] = (blocks[:, None] * ratio + np.arange(ratio)).reshape(-1)
     return expanded
@@ -392,9 +394,7 @@ class TransferPlan:
             local_start,
             remote_start,
         )
-        begin, end, *touched = self._program.cover(
-            self.groups.index(name), part.ids, part.headers
-        )
+        begin, end, *touched = self._program.cover(self.groups.index(name), part.ids, part.headers)
         local, remote = range(*touched[:2]), range(*touched[2:])
         return Coverage(
             range(begin, end),

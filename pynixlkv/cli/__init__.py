@@ -18,10 +18,11 @@ def main() -> None:
     try:
         from pynixlkv.cli.app import app
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        package = (error.name or "").partition(".")[0]
+        if package not in ("typer", "rich"):
             raise
         sys.stderr.write(
-            f"pynixlkv: the command line needs the package {error.name}, which is not installed; "
+            f"pynixlkv: the command line needs the package {package}, which is not installed; "
             'install it with: pip install "pynixlkv[cli]"\n'
         )
         sys.exit(2)

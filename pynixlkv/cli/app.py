@@ -129,6 +129,13 @@ def demo(
         console.print(demo_table(report))
         for difference in report.differences:
             console.print(difference, style="red", highlight=False)
-        console.print(verdict(report), highlight=False)
+        console.print(verdict(report), highlight=False, soft_wrap=True)
     if not report.ok:
         raise typer.Exit(1)
+
+
+@app.command()
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show which libraries, transports and kinds of memory work here, and what is missing."""

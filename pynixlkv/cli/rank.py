@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pynixlkv import KVCache, TransferPlan
 from pynixlkv.cli.cache import Contents, Placement, RankCache
 from pynixlkv.cli.messages import (
     Await,
@@ -44,6 +43,8 @@ from pynixlkv.cli.messages import (
 )
 from pynixlkv.cli.models import find_model
 from pynixlkv.errors import ConfigError
+from pynixlkv.geometry import KVCache
+from pynixlkv.plan import TransferPlan
 from pynixlkv.topology import expected_readers, read_sources
 
 if TYPE_CHECKING:
@@ -119,7 +120,8 @@ class Rank:
         self._fill()
 
         self._kv = KVCache.from_tensors(
-            self._cache.tensors,
+            {f"layer.{i}": tensor for i, tensor in enumerate(self._cache.tensors)},
+            dtype="bfloat16",
             axes=self._cache.letters,
             kv_heads=self._model.kv_heads,
             tp=(spec.rank, size),
@@ -223,10 +225,10 @@ class Rank:
             transfer.wait(timeout=self._left())
         elapsed_s = time.perf_counter() - started
         results = [transfer.result for transfer in transfers]
-        unmerged = sum(plan.runs_per_block for _, plan in self._peers) * len(local)
+        costs = [plan.describe(local, remote) for _, plan in self._peers]
         return Moved(
             num_bytes=sum(result.bytes for result in results),
-            descriptors_unmerged=unmerged,
+            descriptors_unmerged=sum(cost.num_runs for cost in costs),
             descriptors=sum(result.descriptors for result in results),
             plan_s=max((result.plan_s for result in results), default=0.0),
             post_s=max((result.post_s for result in results), default=0.0),

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from pynixlkv.cli.demo import DemoReport
+    from collections.abc import Callable
+
+    from pynixlkv.cli.demo import DemoReport, OperationReport
 
 __all__ = ["demo_table", "verdict"]
 
@@ -27,32 +29,32 @@ def demo_table(report: DemoReport) -> Table:
     Returns
     -------
     Table
-        One row for each operation.
+        One column for each operation.
     """
     sides = ", ".join(
-        f"{side} {report.axes[side]} TP {size}" for side, size in report.sizes.items()
+        f"{side} {report.axes[side]} on {size} rank{'s' * (size > 1)}"
+        for side, size in report.sizes.items()
     )
     table = Table(
-        title=f"{report.model}, {report.block_tokens}-token blocks, {sides}, seed {report.seed}",
+        title=f"{report.model}, {report.block_tokens}-token blocks\n{sides}\nseed {report.seed}",
         title_justify="left",
     )
-    for heading in ("operation", "transport"):
-        table.add_column(heading)
-    for heading in ("bytes", "blocks", "descriptors", "merged", "plan", "post", "transfer", "GB/s"):
-        table.add_column(heading, justify="right")
-    for row in report.operations:
-        table.add_row(
-            row.operation,
-            report.transport,
-            f"{row.bytes:,}",
-            f"{row.blocks:,}",
-            f"{row.descriptors_unmerged:,}",
-            f"{row.descriptors:,}",
-            _milliseconds(row.plan_s),
-            _milliseconds(row.post_s),
-            _milliseconds(row.transfer_s),
-            f"{row.gb_per_s:.2f}",
-        )
+    table.add_column()
+    for operation in report.operations:
+        table.add_column(operation.operation, justify="right")
+    rows: dict[str, Callable[[OperationReport], str]] = {
+        "bytes": lambda moved: f"{moved.bytes:,}",
+        "blocks": lambda moved: f"{moved.blocks:,}",
+        "descriptors": lambda moved: f"{moved.descriptors_unmerged:,}",
+        "descriptors, merged": lambda moved: f"{moved.descriptors:,}",
+        "plan": lambda moved: _milliseconds(moved.plan_s),
+        "post": lambda moved: _milliseconds(moved.post_s),
+        "transfer": lambda moved: _milliseconds(moved.transfer_s),
+        "GB/s": lambda moved: f"{moved.gb_per_s:.2f}",
+        "transport": lambda _: report.transport,
+    }
+    for heading, write in rows.items():
+        table.add_row(heading, *(write(operation) for operation in report.operations))
     return table
 
 
@@ -72,6 +74,6 @@ def verdict(report: DemoReport) -> str:
     if not report.ok:
         return f"FAILED: {report.wrong_bytes:,} bytes differ"
     return (
-        f"verified {report.verified_bytes:,} bytes moved, every one equal, and "
-        f"{report.guard_bytes:,} bytes of guard blocks, every one untouched"
+        f"verified {report.verified_bytes:,} bytes: all equal; "
+        f"{report.guard_bytes:,} guard bytes: all untouched"
     )
