@@ -6,9 +6,10 @@ with addresses in it: comparable, serialisable, and all that a peer needs to pla
 
 from __future__ import annotations
 
+import operator
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -173,6 +174,25 @@ class Group(msgspec.Struct, frozen=True):
         """Tokens of a sequence that one block stands for: all ranks' shares together."""
         return max(self.block_size, 1) * self.dcp[1]
 
+    def differences(self, other: Group) -> list[tuple[str, object, object]]:
+        """Return what makes it impossible to move data between two groups.
+
+        Parameters
+        ----------
+        other : Group
+            The other side's group of the same name.
+
+        Returns
+        -------
+        list of (str, object, object)
+            ``"<group>.<field>"``, value here, value there. Empty if they can be planned.
+        """
+        agreed = ("dtype", "element_bytes", "kv_heads", "head_dim", "has_values")
+        pairs = [(field, getattr(self, field), getattr(other, field)) for field in agreed]
+        pairs.append(("indivisible", sorted(self.indivisible), sorted(other.indivisible)))
+        pairs.append(("has_tokens", self.block_size > 0, other.block_size > 0))
+        return [(f"{self.name}.{field}", a, b) for field, a, b in pairs if a != b]
+
     def __post_init__(self) -> None:
         where = f"group {self.name!r}"
         if set(self.indivisible) - set(_AXES) or len(set(self.indivisible)) < len(self.indivisible):
@@ -272,6 +292,37 @@ class Geometry(msgspec.Struct, frozen=True):
         except (msgspec.DecodeError, LayoutError, UnicodeDecodeError) as error:
             raise WireError(f"geometry of {len(data)} bytes is damaged: {error}") from error
 
+    def select(self, names: Iterable[str]) -> list[Group]:
+        """Return groups by name.
+
+        Parameters
+        ----------
+        names : iterable of str
+            Names of groups that are there.
+
+        Returns
+        -------
+        list of Group
+            In the order of `names`.
+        """
+        by_name = {group.name: group for group in self.groups}
+        return [by_name[name] for name in names]
+
+    def words(self, names: Iterable[str]) -> NDArray[np.uint64]:
+        """Return the flat form that native code takes.
+
+        Parameters
+        ----------
+        names : iterable of str
+            The groups to include, in this order.
+
+        Returns
+        -------
+        ndarray of uint64, shape (n,)
+            As described in ``csrc/kv/region.hpp``.
+        """
+        return _words(self.spans, self.select(names))
+
     def differences(self, other: Geometry) -> list[tuple[str, object, object]]:
         """Return what makes it impossible to move data between two caches.
 
@@ -293,18 +344,8 @@ class Geometry(msgspec.Struct, frozen=True):
             found.append(("groups", sorted(mine), sorted(theirs)))
         for name in mine:
             if name in theirs:
-                found.extend(_group_differences(mine[name], theirs[name]))
+                found.extend(mine[name].differences(theirs[name]))
         return found
-
-
-_AGREED = ("dtype", "element_bytes", "kv_heads", "head_dim", "has_values")
-
-
-def _group_differences(mine: Group, theirs: Group) -> list[tuple[str, object, object]]:
-    pairs = [(field, getattr(mine, field), getattr(theirs, field)) for field in _AGREED]
-    pairs.append(("indivisible", sorted(mine.indivisible), sorted(theirs.indivisible)))
-    pairs.append(("has_tokens", mine.block_size > 0, theirs.block_size > 0))
-    return [(f"{mine.name}.{field}", a, b) for field, a, b in pairs if a != b]
 
 
 def _stop(axis: Axis) -> int:
@@ -327,13 +368,10 @@ def _words(spans: Sequence[AddressRange], groups: Sequence[Group]) -> NDArray[np
             for name in _AXES.values():
                 axis = getattr(region, name)
                 words += (axis.start, axis.count, axis.stride)
-    return np.array(words, np.uint64)
-
-
-def geometry_words(geometry: Geometry, groups: Sequence[str]) -> NDArray[np.uint64]:
-    """Return the flat form of some groups of a geometry, in the order given."""
-    by_name = {group.name: group for group in geometry.groups}
-    return _words(geometry.spans, [by_name[name] for name in groups])
+    try:
+        return np.array(words, np.uint64)
+    except OverflowError as error:
+        raise LayoutError("a number of the geometry is negative or above 2**64 - 1") from error
 
 
 @dataclass(frozen=True)
@@ -409,10 +447,7 @@ def _resolve_axes(name: str, axes: str, shape: tuple[int, ...], *, apart: bool) 
     """Return the letters of one array's dimensions. `apart`: K and V are arrays of their own."""
     where = f"tensor {name!r} of shape {shape}: axes {axes!r}"
     if axes in ("HND", "NHD"):
-        if apart:
-            candidates = ["B" + axes]
-        else:
-            candidates = ["BK" + axes, "KB" + axes]
+        candidates = ["B" + axes] if apart else ["BK" + axes, "KB" + axes]
         fitting = [
             letters
             for letters in candidates
@@ -451,6 +486,7 @@ class _Box:
     array: _Array
     axes: dict[str, Axis]
     has_values: bool
+    has_tokens: bool
 
 
 def _read_box(name: str, value: Any, axes: str, kv: int | None) -> _Box:  # noqa: ANN401
@@ -477,13 +513,14 @@ def _read_box(name: str, value: Any, axes: str, kv: int | None) -> _Box:  # noqa
     has_values = kv is not None or "K" in found
     if kv is not None:
         found["K"] = Axis(kv, 1, 0)
-    return _Box(name, array, {letter: found.get(letter, Axis()) for letter in _AXES}, has_values)
+    complete = {letter: found.get(letter, Axis()) for letter in _AXES}
+    return _Box(name, array, complete, has_values, "N" in letters)
 
 
 def _layer_numbers(boxes: Sequence[list[_Box]], layers: Sequence[int] | None) -> list[list[int]]:
     """Return the global layers of each tensor."""
     counts = [tensor[0].axes["L"].count for tensor in boxes]
-    numbers = list(range(sum(counts))) if layers is None else [int(layer) for layer in layers]
+    numbers = list(range(sum(counts))) if layers is None else _integers("layers", layers)
     if len(numbers) != sum(counts) or min(numbers) < 0:
         raise LayoutError(
             f"layers is {numbers}; expected {sum(counts)} numbers from 0 on, one for each layer of "
@@ -668,10 +705,16 @@ class KVCache:
         -----
         Does not copy or touch the tensors' data. The cache and its spans keep the tensors alive.
         """
-        if not isinstance(tensors, Mapping) or not tensors:
-            raise LayoutError("tensors must be a mapping of layer name to tensor, and not empty")
+        entries = list(tensors.items()) if hasattr(tensors, "items") else []
+        if not entries:
+            raise LayoutError(
+                f"tensors is a {type(tensors).__name__} without entries; expected a mapping of "
+                "layer name to tensor"
+            )
+        tp, dcp = _pair("tp", tp), _pair("dcp", dcp)
         held = held_heads(*tp, kv_heads)
-        boxes = [_read_layer(str(name), value, axes) for name, value in tensors.items()]
+        boxes = [_read_layer(str(name), value, axes) for name, value in entries]
+        _check_distinct([box for tensor in boxes for box in tensor])
         first = boxes[0][0]
         regions = []
         for tensor, numbers in zip(boxes, _layer_numbers(boxes, layers), strict=True):
@@ -693,14 +736,14 @@ class KVCache:
         fields = {
             "dtype": dtype or first.array.dtype,
             "element_bytes": first.array.element_bytes,
-            "block_size": first.axes["N"].count if _has_tokens(axes) else 0,
+            "block_size": first.axes["N"].count if first.has_tokens else 0,
             "num_blocks": first.axes["B"].count,
             "kv_heads": kv_heads,
             "head_dim": first.axes["D"].count,
             "has_values": first.has_values,
-            "tp": tuple(tp),
-            "dcp": tuple(dcp),
-            "interleave": interleave,
+            "tp": tp,
+            "dcp": dcp,
+            "interleave": _integers("interleave", [interleave])[0],
             "indivisible": indivisible,
         }
         return cls([_Draft(group, fields, tuple(regions))])
@@ -728,30 +771,52 @@ class KVCache:
         return cls([draft for cache in caches for draft in cache._drafts])
 
 
-def _has_tokens(axes: str) -> bool:
-    return "N" in axes or axes == "MLA"
-
-
 def _read_layer(name: str, value: Any, axes: str) -> list[_Box]:  # noqa: ANN401
     if not isinstance(value, (tuple, list)):
         return [_read_box(name, value, axes, None)]
     if len(value) != 2:
         raise LayoutError(f"tensor {name!r} is a sequence of {len(value)}; expected (K, V)")
     pair = [_read_box(name, half, axes, kv) for kv, half in enumerate(value)]
-    _check_alike(*pair, letters="BNDL")
+    _check_alike(pair[0], pair[1], "BNDL")
     return pair
 
 
 def _check_alike(first: _Box, other: _Box, letters: str = "BND") -> None:
-    facts = {"dtype": (first.array.dtype, other.array.dtype)}
-    facts |= {
-        f"dimension {letter}": (first.axes[letter].count, other.axes[letter].count)
-        for letter in letters
+    facts: dict[str, tuple[object, object]] = {
+        "dtype": (first.array.dtype, other.array.dtype),
+        "K and V": (first.has_values, other.has_values),
     }
-    facts["K and V"] = (first.has_values, other.has_values)
+    for letter in letters:
+        counts = (first.axes[letter].count, other.axes[letter].count)
+        facts[f"dimension {letter}"] = counts
     for what, (a, b) in facts.items():
         if a != b:
             raise LayoutError(
                 f"tensors {first.name!r} and {other.name!r} differ in {what}: {a} and {b}; "
                 "layers that differ go into groups of their own (see KVCache.combine)"
             )
+
+
+def _check_distinct(boxes: Sequence[_Box]) -> None:
+    names: dict[int, str] = {}
+    for box in boxes:
+        other = names.setdefault(box.array.address, box.name)
+        if other is not box.name:
+            raise LayoutError(
+                f"tensors {other!r} and {box.name!r} begin at the same address "
+                f"{box.array.address:#x}; give memory that layers share once"
+            )
+
+
+def _pair(what: str, value: tuple[int, int]) -> tuple[int, int]:
+    pair = _integers(what, value)
+    if len(pair) != 2 or not 0 <= pair[0] < pair[1]:
+        raise LayoutError(f"{what} is {value!r}; expected (rank, size) with 0 <= rank < size")
+    return pair[0], pair[1]
+
+
+def _integers(what: str, values: Iterable[int]) -> list[int]:
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError as error:
+        raise LayoutError(f"{what} is {values!r}; expected integers") from error

@@ -14,11 +14,12 @@ import numpy as np
 
 from pynixlkv import _kernels
 from pynixlkv.errors import PlanError
-from pynixlkv.geometry import Geometry, Group, geometry_words
 from pynixlkv.types import MemoryType, Operation
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
+
+    from pynixlkv.geometry import Geometry, Group
 
 __all__ = [
     "BlockTables",
@@ -120,7 +121,7 @@ class PlanDescription:
     def __str__(self) -> str:
         lines = [
             f"{g.group}: {g.bytes_per_block} bytes per block in {g.runs_per_block} runs of "
-            f"{g.shortest_run} to {g.longest_run} bytes ({g.best_runs_per_block} in the best layout)"
+            f"{g.shortest_run} to {g.longest_run} bytes; {g.best_runs_per_block} in the best layout"
             for g in self.groups
         ]
         if self.num_runs:
@@ -150,9 +151,7 @@ def physical_blocks(logical_blocks: ArrayLike, ratio: int) -> NDArray[np.int64]:
         If the table is not one of integers, or the ratio is below 1.
     """
     if ratio < 1:
-        raise PlanError(
-            f"ratio is {ratio}; expected the physical blocks per logical one, 1 or more"
-        )
+        raise PlanError(f"ratio is {ratio}; expected physical blocks per logical one, 1 or more")
     blocks = _block_ids("logical_blocks", logical_blocks)
     expanded: NDArray[np.int64] = (blocks[:, None] * ratio + np.arange(ratio)).reshape(-1)
     return expanded
@@ -216,7 +215,7 @@ class TransferPlan:
         self.remote = remote
         self.max_bytes = max_bytes
         self.groups = _select_groups(local, remote, groups)
-        sides = [_pick(geometry, self.groups) for geometry in (local, remote)]
+        sides = [geometry.select(self.groups) for geometry in (local, remote)]
         wanted_heads = _select_heads(sides, heads)
         wanted_layers = _select_layers(sides, layers)
         self.memory = (
@@ -227,8 +226,8 @@ class TransferPlan:
             raise PlanError(f"max_bytes is {max_bytes}; expected at least 1, or None for no limit")
         selection = [min(max_bytes or _UNLIMITED, _UNLIMITED), *wanted_heads, *wanted_layers]
         self.program = _kernels.compile_plan(
-            geometry_words(local, self.groups),
-            geometry_words(remote, self.groups),
+            local.words(self.groups),
+            remote.words(self.groups),
             np.array(selection, np.uint64),
         )
         self.program.flags.writeable = False
@@ -278,7 +277,7 @@ class TransferPlan:
                 local_starts[group.name],
                 remote_starts[group.name],
             )
-            for group in _pick(self.local, self.groups)
+            for group in self.local.select(self.groups)
         ]
         return BlockTables(
             np.concatenate([part.ids for part in parts]),
@@ -387,7 +386,7 @@ class TransferPlan:
         if name not in self.groups:
             raise PlanError(f"group {name!r} is not in the plan, which has {list(self.groups)}")
         part = _flatten(
-            _pick(self.local, [name])[0],
+            self.local.select([name])[0],
             local_blocks,
             remote_blocks,
             num_tokens,
@@ -494,11 +493,6 @@ class TransferPlan:
             raise PlanError(f"{what} names {unknown}; the plan has groups {list(self.groups)}")
 
 
-def _pick(geometry: Geometry, names: Iterable[str]) -> list[Group]:
-    by_name = {group.name: group for group in geometry.groups}
-    return [by_name[name] for name in names]
-
-
 def _select_groups(
     local: Geometry, remote: Geometry, groups: Iterable[str] | None
 ) -> tuple[str, ...]:
@@ -517,8 +511,8 @@ def _select_groups(
         raise PlanError(f"groups is empty; expected some of {here}")
     differences = [
         f"{field} is {a!r} here and {b!r} there"
-        for field, a, b in local.differences(remote)
-        if field.split(".")[0] in wanted or field.rpartition(".")[0] in wanted
+        for here_group, there_group in zip(local.select(wanted), remote.select(wanted), strict=True)
+        for field, a, b in here_group.differences(there_group)
     ]
     if differences:
         raise PlanError(f"the caches cannot be matched: {'; '.join(differences)}")

@@ -299,25 +299,29 @@ void bind_transfer(py::module_& m) {
 
     m.def(
         "fake_engine",
-        [](const std::string& name, const std::shared_ptr<FakeNetwork>& network) {
+        [](const std::string& name, const py::bytes& incarnation,
+           const std::shared_ptr<FakeNetwork>& network) {
+            EngineOptions options;
+            options.incarnation = std::string(incarnation);
+            const py::gil_scoped_release release;
             return std::make_shared<Engine>(
                 name, [name, network] { return std::make_unique<FakeDriver>(name, network); },
-                EngineOptions{});
-        },
-        ReleaseGil());
+                options);
+        });
 
     m.def(
         "nixl_engine",
-        [](const std::string& name, const std::string& library, const std::string& backend,
-           const std::map<std::string, std::string>& backend_params, bool progress_thread,
-           std::uint64_t progress_delay_us, std::uint64_t idle_poll_us) {
+        [](const std::string& name, const py::bytes& incarnation, const std::string& library,
+           const std::string& backend, const std::map<std::string, std::string>& backend_params,
+           bool progress_thread, std::uint64_t progress_delay_us) {
             nixl::DriverOptions driver;
             driver.agent.progress_thread = progress_thread;
             driver.agent.progress_delay_us = progress_delay_us;
             driver.backend = backend;
             driver.backend_params = backend_params;
             EngineOptions options;
-            options.idle_poll = std::chrono::microseconds(idle_poll_us);
+            options.incarnation = std::string(incarnation);
+            const py::gil_scoped_release release;
             return std::make_shared<Engine>(
                 name,
                 [library = nixl::Library::open(library), name, driver] {
@@ -325,9 +329,8 @@ void bind_transfer(py::module_& m) {
                 },
                 options);
         },
-        py::arg("name"), py::arg("library"), py::arg("backend"), py::arg("backend_params"),
-        py::arg("progress_thread"), py::arg("progress_delay_us"), py::arg("idle_poll_us"),
-        ReleaseGil());
+        py::arg("name"), py::arg("incarnation"), py::arg("library"), py::arg("backend"),
+        py::arg("backend_params"), py::arg("progress_thread"), py::arg("progress_delay_us"));
 }
 
 }  // namespace pynixlkv::bindings

@@ -13,14 +13,15 @@ namespace {
 
 constexpr std::array<const char*, 2> kSideNames{"local", "remote"};
 
-std::string group_name(std::size_t group) { return "group " + std::to_string(group) + ": "; }
+std::string group_name(std::size_t group) {
+    return "group " + std::to_string(group) + ": ";
+}
 
 std::span<const std::int64_t> ids(const Table& table, std::size_t side) {
     return side == 0 ? table.local : table.remote;
 }
 
-std::uint64_t start(const Table& table, std::size_t side, const Paging& paging,
-                    std::size_t group) {
+std::uint64_t start(const Table& table, std::size_t side, const Paging& paging, std::size_t group) {
     const std::int64_t value = side == 0 ? table.local_start : table.remote_start;
     if (value < 0 || static_cast<std::uint64_t>(value) % paging.unit() != 0) {
         plan_error(group_name(group) + kSideNames[side] + "_start is " + std::to_string(value) +
@@ -180,16 +181,15 @@ std::vector<Table> tables_from_flat(std::span<const std::int64_t> ids,
 
 Cover Plan::cover(std::size_t group, const Table& table) const {
     const PlanGroup& sides = groups_.at(group);
-    std::array<std::uint64_t, 2> begins{};
     Cover cover;
     cover.end = kMaxWord;
     for (std::size_t side = 0; side < 2; ++side) {
         const Paging& paging = sides.paging[side];
         check_ids(table, side, paging, group);
-        begins[side] = start(table, side, paging, group);
-        cover.begin = std::max(cover.begin, begins[side]);
-        cover.end =
-            std::min(cover.end, add(begins[side], mul(ids(table, side).size(), paging.unit())));
+        cover.start[side] = start(table, side, paging, group);
+        cover.begin = std::max(cover.begin, cover.start[side]);
+        cover.end = std::min(cover.end,
+                             add(cover.start[side], mul(ids(table, side).size(), paging.unit())));
     }
     if (table.num_tokens >= 0) {
         auto wanted = static_cast<std::uint64_t>(table.num_tokens);
@@ -202,14 +202,21 @@ Cover Plan::cover(std::size_t group, const Table& table) const {
     cover.end = std::max(cover.begin, cover.end);
     for (std::size_t side = 0; side < 2; ++side) {
         const std::uint64_t unit = sides.paging[side].unit();
-        cover.first[side] = (cover.begin - begins[side]) / unit;
-        cover.last[side] = (cover.end - begins[side] + unit - 1) / unit;
+        cover.first[side] = (cover.begin - cover.start[side]) / unit;
+        cover.last[side] = (cover.end - cover.start[side] + unit - 1) / unit;
     }
     return cover;
 }
 
+void Plan::require_tables(Tables tables) const {
+    if (tables.size() != groups_.size()) {
+        plan_error("the plan has " + std::to_string(groups_.size()) + " groups, got tables for " +
+                   std::to_string(tables.size()));
+    }
+}
+
 void Plan::check(Tables tables, Side written) const {
-    const Expansion expansion(*this, tables);
+    require_tables(tables);
     const auto side = static_cast<std::size_t>(written);
     struct Use {
         std::uint64_t pool, block;
@@ -217,10 +224,11 @@ void Plan::check(Tables tables, Side written) const {
     };
     std::vector<Use> uses;
     for (std::size_t group = 0; group < tables.size(); ++group) {
+        require_cover(group, tables[group]);
         const auto blocks = ids(tables[group], side);
         for (std::size_t i = 0; i < blocks.size(); ++i) {
-            uses.push_back({groups_[group].pool[side], static_cast<std::uint64_t>(blocks[i]),
-                            group, i});
+            uses.push_back(
+                {groups_[group].pool[side], static_cast<std::uint64_t>(blocks[i]), group, i});
         }
     }
     radix_sort(uses, [](const Use& use) { return use.block; });
@@ -237,7 +245,9 @@ void Plan::check(Tables tables, Side written) const {
     }
 }
 
-std::uint64_t Plan::bytes(Tables tables) const { return Expansion(*this, tables).bytes(); }
+std::uint64_t Plan::bytes(Tables tables) const {
+    return Expansion(*this, tables).bytes();
+}
 
 void Plan::expand(Tables tables, std::vector<Row>& local, std::vector<Row>& remote) const {
     const Expansion expansion(*this, tables);
@@ -274,9 +284,9 @@ void Plan::append_runs(const Nest& nest, const Shape& shape, std::vector<Run>& o
             {&spans_[0][nest.span[0]], &spans_[1][nest.span[1]]}};
     // Innermost loops that continue the run on both sides become part of it.
     std::size_t depth = loops.size();
-    while (depth > 0 && (loops[depth - 1].count == 1 ||
-                         (loops[depth - 1].stride[0] == run.length &&
-                          loops[depth - 1].stride[1] == run.length))) {
+    while (depth > 0 &&
+           (loops[depth - 1].count == 1 || (loops[depth - 1].stride[0] == run.length &&
+                                            loops[depth - 1].stride[1] == run.length))) {
         run.length *= loops[--depth].count;
     }
     std::size_t first = out.size();
@@ -319,15 +329,13 @@ std::vector<Plan::Run> Plan::lane_runs(const Lane& lane, const Shape& shape) con
     return runs;
 }
 
-/// Check the tables of a group and pair up their slots, in order of local block.
-Expansion::Work Expansion::split(const Plan& plan, std::size_t index, const Table& table) {
-    const Plan::PlanGroup& group = plan.groups_[index];
-    const Cover cover = plan.cover(index, table);
-    std::array<std::uint64_t, 2> starts{};
+/// The positions to move, if the tables cover all of them.
+Cover Plan::require_cover(std::size_t index, const Table& table) const {
+    const PlanGroup& group = groups_[index];
+    const Cover cover = this->cover(index, table);
     std::array<std::uint64_t, 2> ends{};
     for (std::size_t side = 0; side < 2; ++side) {
-        starts[side] = start(table, side, group.paging[side], index);
-        ends[side] = starts[side] + ids(table, side).size() * group.paging[side].unit();
+        ends[side] = cover.start[side] + ids(table, side).size() * group.paging[side].unit();
     }
     for (std::size_t side = 0; side < 2; ++side) {
         if (table.num_tokens < 0) {
@@ -335,8 +343,8 @@ Expansion::Work Expansion::split(const Plan& plan, std::size_t index, const Tabl
             const std::uint64_t other_end = ends[1 - side];
             if (ends[side] > other_end && ends[side] - other_end >= group.paging[side].unit()) {
                 plan_error(group_name(index) + "the tables cover different tokens: local [" +
-                           std::to_string(starts[0]) + ", " + std::to_string(ends[0]) +
-                           "), remote [" + std::to_string(starts[1]) + ", " +
+                           std::to_string(cover.start[0]) + ", " + std::to_string(ends[0]) +
+                           "), remote [" + std::to_string(cover.start[1]) + ", " +
                            std::to_string(ends[1]) +
                            "); pass num_tokens, or ask coverage() what they share");
             }
@@ -347,9 +355,16 @@ Expansion::Work Expansion::split(const Plan& plan, std::size_t index, const Tabl
                        std::to_string(ends[side]));
         }
     }
+    return cover;
+}
+
+/// Check the tables of a group and pair up their slots, in order of local block.
+Expansion::Work Expansion::split(const Plan& plan, std::size_t index, const Table& table) {
+    const Plan::PlanGroup& group = plan.groups_[index];
+    const Cover cover = plan.require_cover(index, table);
     Work work;
-    Cursor local(group.paging[0], starts[0], cover.begin);
-    Cursor remote(group.paging[1], starts[1], cover.begin);
+    Cursor local(group.paging[0], cover.start[0], cover.begin);
+    Cursor remote(group.paging[1], cover.start[1], cover.begin);
     Pair open{};
     for (std::uint64_t at = cover.begin; at < cover.end;) {
         std::uint64_t step = std::max(local.skip(), remote.skip());
@@ -398,10 +413,7 @@ void Expansion::Work::close(const Pair& pair, const Table& table) {
 }
 
 Expansion::Expansion(const Plan& plan, Tables tables) : plan_(plan) {
-    if (tables.size() != plan.groups_.size()) {
-        plan_error("the plan has " + std::to_string(plan.groups_.size()) +
-                   " groups, got tables for " + std::to_string(tables.size()));
-    }
+    plan.require_tables(tables);
     for (std::size_t group = 0; group < tables.size(); ++group) {
         work_.push_back(split(plan, group, tables[group]));
         const Work& work = work_.back();
@@ -452,9 +464,8 @@ std::size_t Expansion::emit(Row* local, Row* remote) const {
     };
     std::vector<Flat> all;
     all.reserve(num_runs_);
-    for_each_run([&](std::uint64_t a, std::uint64_t b, const Run& run) {
-        all.push_back({a, b, &run});
-    });
+    for_each_run(
+        [&](std::uint64_t a, std::uint64_t b, const Run& run) { all.push_back({a, b, &run}); });
     radix_sort(all, [](const Flat& flat) { return flat.local; });
     RowWriter sorted(local, remote, plan_.max_bytes_);
     for (const Flat& flat : all) {

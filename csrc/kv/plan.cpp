@@ -102,13 +102,13 @@ void check_indivisible(const Region& a, const Region& b, const Box& box, std::ui
             const bool same =
                 x.start == y.start && x.count == y.count && (x.count == 1 || x.stride == y.stride);
             if (!same || (inner != kToken && length(box[inner]) != x.count)) {
-                plan_error(subject + ": the " + kAxisNames[axis] +
-                           " axis is indivisible, so its " + kAxisNames[inner] +
+                plan_error(subject + ": the " + kAxisNames[axis] + " axis is indivisible, so its " +
+                           kAxisNames[inner] +
                            " axis must be the same on both sides and move whole; local is " +
-                           std::to_string(x.count) + " from " + std::to_string(x.start) +
-                           " by " + std::to_string(x.stride) + " bytes, remote " +
-                           std::to_string(y.count) + " from " + std::to_string(y.start) +
-                           " by " + std::to_string(y.stride) + " bytes");
+                           std::to_string(x.count) + " from " + std::to_string(x.start) + " by " +
+                           std::to_string(x.stride) + " bytes, remote " + std::to_string(y.count) +
+                           " from " + std::to_string(y.start) + " by " + std::to_string(y.stride) +
+                           " bytes");
             }
         }
     }
@@ -258,15 +258,14 @@ class Compiler {
             loops[i + 1] = {length(box[axis]), a.axes[axis].stride, b.axes[axis].stride};
         }
         std::array<std::size_t, 5> order{0, 1, 2, 3, 4};
-        std::stable_sort(order.begin(), order.end(), [&](std::size_t x, std::size_t y) {
-            return loops[x][1] > loops[y][1];
-        });
-        token_loop = static_cast<std::uint64_t>(std::find(order.begin(), order.end(), 0U) -
-                                                order.begin());
-        NestWords nest{a_base,
-                       {index, a.span, b.span, a_base, b_base, stride_of_blocks(a, local_),
-                        stride_of_blocks(b, remote_), local_.groups[index].element_bytes,
-                        token_loop}};
+        std::stable_sort(order.begin(), order.end(),
+                         [&](std::size_t x, std::size_t y) { return loops[x][1] > loops[y][1]; });
+        token_loop =
+            static_cast<std::uint64_t>(std::find(order.begin(), order.end(), 0U) - order.begin());
+        NestWords nest{
+            a_base,
+            {index, a.span, b.span, a_base, b_base, stride_of_blocks(a, local_),
+             stride_of_blocks(b, remote_), local_.groups[index].element_bytes, token_loop}};
         for (std::size_t i = 0; i < order.size(); ++i) {
             std::copy(loops[order[i]].begin(), loops[order[i]].end(),
                       nest.words.begin() + 9 + static_cast<std::ptrdiff_t>(3 * i));

@@ -70,7 +70,8 @@ std::vector<std::uint64_t> compile(const Geometry& local, const Geometry& remote
 /// Positions that both tables of a group cover, and which entries of each table they touch.
 struct Cover {
     std::uint64_t begin = 0, end = 0;
-    std::array<std::uint64_t, 2> first{}, last{};
+    /// Per side: position of the table's first block, and entries [first, last) that are touched.
+    std::array<std::uint64_t, 2> start{}, first{}, last{};
 };
 
 class Expansion;
@@ -104,6 +105,21 @@ class Plan {
 
     /// Lengths of the runs of one whole block pair of a group, unmerged across blocks and uncut.
     [[nodiscard]] std::vector<std::uint64_t> block_runs(std::size_t group) const;
+
+    /// Whether both sides hold the same tokens per block, so that whole blocks pair up, and a list
+    /// of all their runs can be indexed by int32.
+    [[nodiscard]] bool can_prepare() const;
+
+    /// Every run of every block of a side's pool, cut to max_bytes, ascending by address (except
+    /// where groups interleave in memory).
+    /// @throws Error PlanError unless `can_prepare`
+    [[nodiscard]] std::vector<Row> prepared_rows(Side side) const;
+
+    /// Indices into both sides' prepared rows, paired; the same bytes as `expand`. Replaces the
+    /// contents of the vectors.
+    /// @throws Error PlanError as `expand`, unless `can_prepare`, or if part of a block would move
+    void expand_indices(Tables tables, std::vector<std::int32_t>& local,
+                        std::vector<std::int32_t>& remote) const;
 
   private:
     friend class Expansion;
@@ -155,9 +171,22 @@ class Plan {
         std::array<const Span*, 2> span;
     };
 
+    /// A run of a whole block for each block of the pool; see `strips`.
+    struct Strip {
+        std::size_t group;
+        std::uint64_t length;
+        std::array<std::uint64_t, 2> address, block_stride;
+        std::array<const Span*, 2> span;
+        std::array<std::uint64_t, 2> first, step;
+    };
+
     void add_lane(std::size_t nest);
     void append_runs(const Nest& nest, const Shape& shape, std::vector<Run>& out) const;
     [[nodiscard]] std::vector<Run> lane_runs(const Lane& lane, const Shape& shape) const;
+    [[nodiscard]] std::vector<Strip> strips() const;
+    void require_prepare() const;
+    void require_tables(Tables tables) const;
+    Cover require_cover(std::size_t group, const Table& table) const;
 
     std::uint64_t max_bytes_ = Selection::kAllBytes;
     std::array<std::vector<Span>, 2> spans_;
@@ -186,6 +215,7 @@ class Expansion {
     std::size_t emit(Row* local, Row* remote) const;
 
   private:
+    friend class Plan;
     using Shape = Plan::Shape;
     using Piece = Plan::Piece;
     using Run = Plan::Run;

@@ -233,7 +233,8 @@ Paging read_paging(WordReader& reader) {
     paging.ranks = reader.next("context ranks", paging.rank + 1);
     paging.interleave = reader.next("context interleave", 1);
     if (paging.slots % paging.interleave != 0) {
-        layout_error(std::to_string(paging.slots) + " tokens per block do not divide into turns of " +
+        layout_error(std::to_string(paging.slots) +
+                     " tokens per block do not divide into turns of " +
                      std::to_string(paging.interleave));
     }
     mul(mul(paging.slots, paging.ranks), paging.num_blocks);

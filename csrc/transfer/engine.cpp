@@ -1,5 +1,6 @@
 #include "transfer/engine.hpp"
 
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/eventfd.h>
@@ -7,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <deque>
 #include <exception>
@@ -15,6 +17,8 @@
 #include <shared_mutex>
 #include <thread>
 #include <type_traits>
+
+#include "transfer/doorbell.hpp"
 
 namespace pynixlkv::transfer {
 
@@ -29,13 +33,42 @@ using std::chrono::seconds;
 constexpr auto kCallDeadline = seconds(60);
 
 // How the thread waits. It spins (yielding) while an event is likely within microseconds, then naps
-// ever longer: a waiting transfer is polled at 20 kHz, then 2 kHz; an idle engine at idle_poll.
+// ever longer: a waiting transfer is polled at 20 kHz, then 2 kHz; an idle engine as its options say.
 constexpr auto kSpinWithWork = milliseconds(5);
 constexpr auto kNapWithWork = microseconds(50);
 constexpr auto kStalled = milliseconds(100);
 constexpr auto kNapStalled = microseconds(500);
 constexpr auto kSpinWithoutWork = microseconds(100);
 constexpr auto kLinger = milliseconds(2);
+/// A notification this long after the last ring came from a sender that does not ring.
+constexpr auto kRingIsOld = milliseconds(50);
+
+int make_eventfd() {
+    const int fd = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (fd < 0) {
+        throw Error("StateError", "eventfd failed; the process may be out of descriptors");
+    }
+    return fd;
+}
+
+/// A descriptor that a thread can sleep on and others can write to.
+class EventFd {
+  public:
+    EventFd() : fd_(make_eventfd()) {}
+    EventFd(const EventFd&) = delete;
+    EventFd& operator=(const EventFd&) = delete;
+    ~EventFd() { ::close(fd_); }
+
+    [[nodiscard]] int fd() const noexcept { return fd_; }
+    void set() const noexcept { (void)::eventfd_write(fd_, 1); }
+    void clear() const noexcept {
+        eventfd_t count = 0;
+        (void)::eventfd_read(fd_, &count);
+    }
+
+  private:
+    int fd_;
+};
 
 std::int64_t ns(Clock::duration d) { return std::chrono::duration_cast<nanoseconds>(d).count(); }
 
@@ -134,16 +167,9 @@ struct Active {
 class Loop {
   public:
     Loop(std::string name, const EngineOptions& options)
-        : name_(std::move(name)),
-          options_(options),
-          completion_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-        if (completion_fd_ < 0) {
-            throw Error("StateError", "eventfd failed; the process may be out of descriptors");
-        }
-    }
+        : name_(std::move(name)), options_(options), doorbell_(options.incarnation) {}
     Loop(const Loop&) = delete;
     Loop& operator=(const Loop&) = delete;
-    ~Loop() { ::close(completion_fd_); }
 
     // ---- engine thread ----
     /// The thread's life.
@@ -160,16 +186,18 @@ class Loop {
     // ---- any thread ----
     void post(std::function<void()> command);
     void wake();
+    void wake_locked();
 
     const std::string name_;
     const EngineOptions options_;
-    const int completion_fd_;
+    const Doorbell doorbell_;
+    const EventFd completion_;
+    const EventFd woken_;
 
     std::mutex mutex_;  // guards the next group
-    std::condition_variable woken_;
     std::deque<std::function<void()>> commands_;
     std::deque<Active> queued_;
-    bool wake_ = false;
+    bool asleep_ = false;
     bool closing_ = false;
     bool stop_ = false;
 
@@ -209,6 +237,8 @@ class Loop {
     bool receive();
     void settle();
     void pause(bool busy);
+    void sleep(Clock::duration longest);
+    void tell(Peer& peer, const std::string& message);
     void teardown();
     void abandon();
     void end(Active& a, State state, const std::string& message,
@@ -218,6 +248,9 @@ class Loop {
     std::size_t num_operations_ = 0;
     std::vector<Notification> arrivals_;
     TimePoint last_activity_ = Clock::now();
+    TimePoint last_ring_{};
+    /// Whether all that may send to this agent are known to ring.
+    bool all_ring_ = true;
 };
 
 // ---------------------------------------------------------------------------------------------
@@ -252,24 +285,26 @@ std::optional<NativeError> Transfer::cause() const {
 // ---------------------------------------------------------------------------------------------
 // Loop: any thread
 
-void Loop::wake() {
-    {
-        const std::lock_guard lock(mutex_);
-        wake_ = true;
+/// Get the thread out of its sleep. The caller holds the mutex and has changed what it guards.
+void Loop::wake_locked() {
+    if (asleep_) {
+        asleep_ = false;
+        woken_.set();
     }
-    woken_.notify_one();
+}
+
+void Loop::wake() {
+    const std::lock_guard lock(mutex_);
+    wake_locked();
 }
 
 void Loop::post(std::function<void()> command) {
-    {
-        const std::lock_guard lock(mutex_);
-        if (closing_) {
-            throw Error("ClosedError", "agent '" + name_ + "' is closed");
-        }
-        commands_.push_back(std::move(command));
-        wake_ = true;
+    const std::lock_guard lock(mutex_);
+    if (closing_) {
+        throw Error("ClosedError", "agent '" + name_ + "' is closed");
     }
-    woken_.notify_one();
+    commands_.push_back(std::move(command));
+    wake_locked();
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -334,7 +369,6 @@ bool Loop::run_commands() {
     {
         const std::lock_guard lock(mutex_);
         commands.swap(commands_);
-        wake_ = false;
     }
     for (auto& command : commands) {
         command();
@@ -391,7 +425,7 @@ void Loop::end(Active& a, State state, const std::string& message,
         const std::lock_guard lock(inbox_mutex_);
         if (t.watched_.exchange(false)) {
             completed_.push_back(t.id_);
-            (void)::eventfd_write(completion_fd_, 1);
+            completion_.set();
         }
     }
 }
@@ -533,7 +567,7 @@ bool Loop::advance(Active& a) {
         busy |= start_batches(a);
         if (a.next >= a.local.size() && a.running.empty()) {
             if (a.notify) {
-                driver_->notify(*t.peer_->native_, *a.notify);
+                tell(*t.peer_, *a.notify);
             }
             end(a, State::kDone, {}, {});
             busy = true;
@@ -617,6 +651,10 @@ bool Loop::receive() {
     if (arrivals_.empty()) {
         return false;
     }
+    if (doorbell_.take()) {
+        last_ring_ = Clock::now();
+    }
+    all_ring_ &= Clock::now() - last_ring_ < kRingIsOld;
     {
         const std::lock_guard lock(inbox_mutex_);
         for (Notification& n : arrivals_) {
@@ -647,11 +685,36 @@ void Loop::pause(bool busy) {
         return;
     } else {
         nap = quiet_for < kLinger ? Clock::duration(kNapWithWork)
-                                  : Clock::duration(options_.idle_poll);
+                                  : Clock::duration(all_ring_ ? options_.rung_poll : options_.poll);
     }
-    std::unique_lock lock(mutex_);
-    if (woken_.wait_until(lock, now + nap, [this] { return wake_; })) {
-        last_activity_ = Clock::now();
+    sleep(nap);
+}
+
+/// Sleep until there is something to do, somebody rings, or the time is over.
+void Loop::sleep(Clock::duration longest) {
+    {
+        const std::lock_guard lock(mutex_);
+        if (!commands_.empty() || !queued_.empty() || (closing_ && active_.empty()) || stop_) {
+            return;
+        }
+        asleep_ = true;
+    }
+    std::array<pollfd, 2> fds{pollfd{woken_.fd(), POLLIN, 0}, pollfd{doorbell_.fd(), POLLIN, 0}};
+    const timespec timeout{0, static_cast<long>(std::min(ns(longest), std::int64_t{999'999'999}))};
+    const bool woken = ::ppoll(fds.data(), fds.size(), &timeout, nullptr) > 0;
+    {
+        const std::lock_guard lock(mutex_);
+        asleep_ = false;
+    }
+    if (!woken) {
+        return;
+    }
+    last_activity_ = Clock::now();
+    if (fds[0].revents != 0) {
+        woken_.clear();
+    }
+    if (fds[1].revents != 0 && doorbell_.take()) {
+        last_ring_ = last_activity_;
     }
 }
 
@@ -739,7 +802,16 @@ std::shared_ptr<Peer> Loop::connect(const std::string& name, const std::string& 
     peer->native_ = driver_->connect(name, metadata);
     peer->memory_ = std::move(memory);
     peers_[name] = peer;
+    all_ring_ &= doorbell_.ring(incarnation);
     return peer;
+}
+
+/// Send a notification and ring: before, so that the receiver can tell announced ones, and after,
+/// so that it is awake when there is something to find.
+void Loop::tell(Peer& peer, const std::string& message) {
+    (void)doorbell_.ring(peer.incarnation_);
+    driver_->notify(*peer.native_, message);
+    (void)doorbell_.ring(peer.incarnation_);
 }
 
 void Loop::notify(Peer& peer, const std::string& message) {
@@ -748,7 +820,7 @@ void Loop::notify(Peer& peer, const std::string& message) {
                     "peer '" + peer.name_ + "' is not connected: " + peer.reason());
     }
     try {
-        driver_->notify(*peer.native_, message);
+        tell(peer, message);
     } catch (const ConnectionLost& e) {
         lose(peer, PeerState::kLost, e.what(), e);
         throw;
@@ -796,9 +868,8 @@ Engine::~Engine() {
     {
         const std::lock_guard lock(loop_->mutex_);
         loop_->closing_ = true;
-        loop_->wake_ = true;
+        loop_->wake_locked();
     }
-    loop_->woken_.notify_one();
 }
 
 void Engine::check_usable() const {
@@ -964,9 +1035,8 @@ std::shared_ptr<Transfer> Engine::submit(Request request) {
         }
         loop_->queued_.push_back(std::move(active));
         loop_->num_running_.fetch_add(1);
-        loop_->wake_ = true;
+        loop_->wake_locked();
     }
-    loop_->woken_.notify_one();
     return transfer;
 }
 
@@ -982,7 +1052,7 @@ void Engine::watch(const std::shared_ptr<Transfer>& transfer) {
     transfer->watched_.store(true);
     if (is_end(transfer->state()) && transfer->watched_.exchange(false)) {
         loop_->completed_.push_back(transfer->id_);
-        (void)::eventfd_write(loop_->completion_fd_, 1);
+        loop_->completion_.set();
     }
 }
 
@@ -990,13 +1060,12 @@ std::vector<std::uint64_t> Engine::take_completed() {
     check_usable();
     std::vector<std::uint64_t> ids;
     const std::lock_guard lock(loop_->inbox_mutex_);
-    eventfd_t count = 0;
-    (void)::eventfd_read(loop_->completion_fd_, &count);
+    loop_->completion_.clear();
     ids.swap(loop_->completed_);
     return ids;
 }
 
-int Engine::completion_fd() const noexcept { return loop_->completion_fd_; }
+int Engine::completion_fd() const noexcept { return loop_->completion_.fd(); }
 
 void Engine::notify(const std::shared_ptr<Peer>& peer, std::string message) {
     call([loop = loop_, peer, message = std::move(message)] { loop->notify(*peer, message); });
@@ -1026,9 +1095,8 @@ bool Engine::close(TimePoint until) {
     {
         const std::lock_guard lock(loop_->mutex_);
         loop_->closing_ = true;
-        loop_->wake_ = true;
+        loop_->wake_locked();
     }
-    loop_->woken_.notify_one();
     std::unique_lock lock(loop_->closed_mutex_);
     loop_->closed_changed_.wait_until(lock, until, [this] { return loop_->exited_; });
     return loop_->closed_.load();
@@ -1042,9 +1110,8 @@ void Engine::stop(TimePoint until) {
         const std::lock_guard lock(loop_->mutex_);
         loop_->closing_ = true;
         loop_->stop_ = true;
-        loop_->wake_ = true;
+        loop_->wake_locked();
     }
-    loop_->woken_.notify_one();
     std::unique_lock lock(loop_->closed_mutex_);
     loop_->closed_changed_.wait_until(lock, until, [this] { return loop_->exited_; });
 }

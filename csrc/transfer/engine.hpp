@@ -157,8 +157,13 @@ struct Request {
 };
 
 struct EngineOptions {
-    /// Longest pause of an idle engine: the bound on how late a notification is seen.
-    std::chrono::microseconds idle_poll{800};
+    /// Random bytes that tell this agent from others of its name; peers ring at it by them.
+    std::string incarnation;
+    /// Longest pause of an idle engine when senders may be out of the doorbell's reach: the bound
+    /// on how late a notification of theirs is seen.
+    std::chrono::microseconds poll{1000};
+    /// The same when all senders are known to ring.
+    std::chrono::microseconds rung_poll{20000};
     /// Most bytes and rows that one native request gets; larger transfers are several of them, so
     /// that deadlines and other transfers get their turn.
     std::uint64_t batch_bytes = 16U << 20U;

@@ -1,3 +1,5 @@
+#include <unistd.h>
+
 #include <cstring>
 #include <memory>
 #include <numeric>
@@ -37,7 +39,9 @@ struct Pair {
         if (b) b->close(in(5s));
     }
 
-    std::unique_ptr<Engine> make(const std::string& name, const EngineOptions& options) {
+    std::unique_ptr<Engine> make(const std::string& name, EngineOptions options) {
+        static int count = 0;
+        options.incarnation = std::to_string(::getpid()) + "-" + std::to_string(++count);
         return std::make_unique<Engine>(
             name,
             [name, network = network] { return std::make_unique<FakeDriver>(name, network); },
