@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pynixlkv.cli.messages import Fault, Side
 from pynixlkv.cli.models import MODELS
-from pynixlkv.cli.render import demo_table, verdict
+from pynixlkv.cli.render import demo_table, info_table, verdict
 from pynixlkv.errors import PynixlkvError
 
 if TYPE_CHECKING:
@@ -139,3 +139,10 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show which libraries, transports and kinds of memory work here, and what is missing."""
+    from pynixlkv import __version__, native_report
+
+    report = {"pynixlkv": __version__, **native_report().to_dict()}
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        Console().print(info_table(report))

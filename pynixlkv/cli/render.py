@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from pynixlkv.cli.demo import DemoReport, OperationReport
 
-__all__ = ["demo_table", "verdict"]
+__all__ = ["demo_table", "info_table", "verdict"]
 
 
 def _milliseconds(seconds: float) -> str:
@@ -77,3 +78,38 @@ def verdict(report: DemoReport) -> str:
         f"verified {report.verified_bytes:,} bytes: all equal; "
         f"{report.guard_bytes:,} guard bytes: all untouched"
     )
+
+
+def info_table(report: Mapping[str, Any]) -> Table:
+    """Return what was found as a table.
+
+    Parameters
+    ----------
+    report : mapping
+        Fields of `pynixlkv.native_report`, and the version of pynixlkv.
+
+    Returns
+    -------
+    Table
+        One row for each field.
+    """
+    table = Table(show_header=False, show_lines=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for field, value in report.items():
+        table.add_row(field.replace("_", " "), escape(_lines(value)) or "none")
+    return table
+
+
+def _lines(value: object) -> str:
+    """Write a value of a report, nested ones one to a line."""
+    if isinstance(value, dict):
+        parts = (f"{key} {_flat(part)}" for key, part in value.items() if part)
+        return ", ".join(parts)
+    if isinstance(value, (list, tuple)):
+        return "\n".join(_lines(part) for part in value)
+    return "" if value is None else str(value)
+
+
+def _flat(value: object) -> str:
+    return _lines(value).replace("\n", " ")
