@@ -39,14 +39,14 @@ from pynixlkv.geometry import Geometry, KVCache, memory_spans
 from pynixlkv.types import AgentName, MemorySpan, MemoryType, Operation, TransferState
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Sequence
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
     from types import TracebackType
 
     import numpy.typing as npt
     from typing_extensions import Self
 
     from pynixlkv import _native
-    from pynixlkv.plan import BlockTable, TransferPlan
+    from pynixlkv.plan import TransferPlan
 
 __all__ = [
     "MAX_NOTIFICATION_BYTES",
@@ -67,6 +67,9 @@ DEFAULT_TIMEOUT_S = 30.0
 
 _CLOSE_TIMEOUT_S = 5.0
 _EXIT_TIMEOUT_S = 1.0
+
+BlockTable: TypeAlias = "npt.ArrayLike | Mapping[str, npt.ArrayLike]"
+"""Physical block numbers, of one group or by group name."""
 
 Registerable: TypeAlias = "KVCache | MemorySpan | object"
 """What `Agent.register` takes: a cache, a span, a torch tensor or a numpy array."""
@@ -521,8 +524,8 @@ class EngineAgent:
 
     Parameters
     ----------
-    native : object
-        The engine.
+    make_engine : callable
+        Makes the native engine from the agent's incarnation.
     engine_version : str
         Version of the library under it.
     secret : bytes or str, optional
@@ -533,13 +536,17 @@ class EngineAgent:
     engine: ClassVar[str] = ""
 
     def __init__(
-        self, native: _native.Engine, *, engine_version: str, secret: bytes | str | None = None
+        self,
+        make_engine: Callable[[bytes], _native.Engine],
+        *,
+        engine_version: str,
+        secret: bytes | str | None = None,
     ) -> None:
-        self._native = native
         self._engine_version = engine_version
         self._secret = wire.check_secret(secret)
         self._incarnation = os.urandom(16)
         self._pid = os.getpid()
+        self._native = native = make_engine(self._incarnation)
         self._completions = _Completions(native)
         self._registrations: dict[int, Registration] = {}
         self._programs: weakref.WeakKeyDictionary[TransferPlan, _native.Plan] = (
@@ -818,7 +825,13 @@ class EngineAgent:
             remote_start=remote_start,
         )
         native = self._native.submit_plan(
-            int(op), peer._native, self._program(plan), *tables, notify, timeout
+            int(op),
+            peer._native,
+            self._program(plan),
+            tables.ids,
+            tables.headers,
+            notify,
+            timeout,
         )
         return Transfer(self, native, peer)
 

@@ -6,6 +6,7 @@ with addresses in it: comparable, serialisable, and all that a peer needs to pla
 
 from __future__ import annotations
 
+import math
 import operator
 import struct
 import sys
@@ -17,14 +18,14 @@ import msgspec
 import numpy as np
 
 from pynixlkv import _kernels
-from pynixlkv.errors import LayoutError, ProtocolVersionError, WireError
+from pynixlkv.errors import ConfigError, LayoutError, ProtocolVersionError, WireError
 from pynixlkv.topology import held_heads
 from pynixlkv.types import MemorySpan, MemoryType
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["AddressRange", "Axis", "Geometry", "Group", "KVCache", "Region"]
+__all__ = ["AddressRange", "Axis", "Geometry", "Group", "KVCache", "Region", "memory_spans"]
 
 _MAX_REGIONS = 4096
 _MAX_GROUPS = 64
@@ -558,7 +559,11 @@ def _find_spans(arrays: Sequence[_Array]) -> list[MemorySpan]:
     for begin, end, members in pieces[1:]:
         last_begin, last_end, last = joined[-1]
         same = (last[0].memory, last[0].device) == (members[0].memory, members[0].device)
-        if begin <= last_end and same:
+        # Device memory of two allocations may adjoin, but is registered apart.
+        touches = begin < last_end or (
+            begin == last_end and members[0].memory is MemoryType.DRAM
+        )
+        if touches and same:
             joined[-1] = (last_begin, max(end, last_end), [*last, *members])
         else:
             joined.append((begin, end, members))
@@ -572,6 +577,43 @@ def _find_spans(arrays: Sequence[_Array]) -> list[MemorySpan]:
         )
         for begin, end, members in joined
     ]
+
+
+def memory_spans(memory: object) -> tuple[MemorySpan, ...]:
+    """Return the ranges of memory that something stands for, to register them.
+
+    Parameters
+    ----------
+    memory : KVCache, MemorySpan, torch tensor or numpy array
+        A tensor or array must be contiguous.
+
+    Returns
+    -------
+    tuple of MemorySpan
+        Each holds what owns the memory.
+
+    Raises
+    ------
+    LayoutError
+        If it is neither of these, or a tensor or array with gaps.
+    ConfigError
+        If it has no bytes.
+    """
+    if isinstance(memory, KVCache):
+        return memory.spans
+    if isinstance(memory, MemorySpan):
+        return (memory,)
+    array = _read_array("", memory)
+    nbytes = math.prod(array.shape) * array.element_bytes
+    if nbytes == 0:
+        raise ConfigError(f"an array of shape {array.shape} has no bytes to register")
+    begin, end = _extent(array)
+    if end - begin != nbytes:
+        raise LayoutError(
+            f"an array of shape {array.shape} and strides {array.strides} bytes is not contiguous; "
+            "register the array that it is a view of, or make a contiguous copy"
+        )
+    return (MemorySpan(begin, nbytes, array.memory, array.device, keepalive=array.owner),)
 
 
 @dataclass(frozen=True)

@@ -235,6 +235,7 @@ class Loop {
     void make_rows(Active& a);
     void cut_rows(Active& a) const;
     bool receive();
+    static void let_go(Active& a);
     void settle();
     void pause(bool busy);
     void sleep(Clock::duration longest);
@@ -399,12 +400,28 @@ std::string Loop::describe(const Active& a) const {
            t.peer_->name_ + "' (transfer " + std::to_string(t.id_) + ")";
 }
 
+/// No byte of the transfer can move any more: its memory and its peer are free of it.
+void Loop::let_go(Active& a) {
+    for (const auto& registration : a.uses) {
+        registration->uses_.fetch_sub(1);
+    }
+    a.uses.clear();
+    --a.transfer->peer_->unquiet_;
+}
+
 /// Give a transfer its end state, once; later calls change nothing.
 void Loop::end(Active& a, State state, const std::string& message,
                const std::optional<NativeError>& cause) {
     Transfer& t = *a.transfer;
     if (is_end(t.state())) {
         return;
+    }
+    // The counts change first: whoever sees the end state must see them too.
+    num_running_.fetch_sub(1);
+    if (a.running.empty()) {
+        let_go(a);
+    } else {
+        num_quarantined_.fetch_add(1);
     }
     {
         const std::lock_guard lock(t.mutex_);
@@ -417,10 +434,6 @@ void Loop::end(Active& a, State state, const std::string& message,
         }
     }
     t.changed_.notify_all();
-    num_running_.fetch_sub(1);
-    if (!a.running.empty()) {
-        num_quarantined_.fetch_add(1);
-    }
     if (t.watched_.load()) {
         const std::lock_guard lock(inbox_mutex_);
         if (t.watched_.exchange(false)) {
@@ -592,17 +605,14 @@ void Loop::settle() {
         if (!is_end(t.state()) || !a.running.empty()) {
             return false;
         }
-        for (const auto& registration : a.uses) {
-            registration->uses_.fetch_sub(1);
-        }
-        --t.peer_->unquiet_;
         if (!t.is_quiet()) {
+            let_go(a);
+            num_quarantined_.fetch_sub(1);
             {
                 const std::lock_guard lock(t.mutex_);
                 t.quiet_.store(true, std::memory_order_release);
             }
             t.changed_.notify_all();
-            num_quarantined_.fetch_sub(1);
         }
         return true;
     });

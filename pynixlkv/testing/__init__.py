@@ -77,7 +77,9 @@ class FakeAgent(EngineAgent):
     ) -> None:
         self._check_name(name)
         super().__init__(
-            _native.fake_engine(name, network._native), engine_version="1.0", secret=secret
+            lambda incarnation: _native.fake_engine(name, incarnation, network._native),
+            engine_version="1.0",
+            secret=secret,
         )
 
 

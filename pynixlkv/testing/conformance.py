@@ -235,9 +235,9 @@ class AgentConformance:
     # ---- refused before anything moves
 
     def test_b085_lengths_that_differ(self, local: _Local) -> None:
-        ours = rows(local.pool.address, *[(i * 8192, 4096) for i in range(8)])
-        theirs = ours.copy()
-        theirs[:, 0] += np.uint64(local.remote.address() - local.pool.address)
+        spans = [(i * 8192, 4096) for i in range(8)]
+        ours = rows(local.pool.address, *spans)
+        theirs = rows(local.remote.address(), *spans)
         theirs[3, 1] = 2048
         with pytest.raises(PlanError, match=r"row 3.*4096.*2048"):
             local.agent.read_descriptors(local.peer, ours, theirs)
