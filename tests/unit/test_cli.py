@@ -1,15 +1,18 @@
 """The command line without transfers: options, contents, sizes, messages, rank processes."""
 
+import io
 import json
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from pynixlkv.cli import demo, group, messages
 from pynixlkv.cli.cache import Contents, Placement, RankCache, dimension_letters
 from pynixlkv.cli.models import MODELS, Model, find_model
+from pynixlkv.cli.render import info_table
 from pynixlkv.errors import ConfigError, LayoutError
 
 TINY = Model("tiny", layers=2, kv_heads=4, dim=8, block_size=4)
@@ -209,3 +212,19 @@ def test_a_deadline_names_those_who_are_late():
     ):
         ranks.gather("start", {"decode-0": messages.Ready})
     assert ranks._ranks["decode-0"].process.poll() is not None
+
+
+def test_a_report_of_libraries_is_written_without_markup_and_without_losing_anything():
+    report = {
+        "nixl": {"path": "/opt/libnixl_capi.so", "version": "1.5.1", "origin": ""},
+        "loaded": (),
+        "ucx_version": "",
+        "plugins": ({"name": "GDS", "memory_types": (), "problem": "cannot [red]open[/red]"},),
+        "memory_types": ("DRAM", "VRAM"),
+    }
+    console = Console(width=70, file=io.StringIO())
+    console.print(info_table(report))
+    text = console.file.getvalue()
+    for part in ("path /opt/libnixl_capi.so, version 1.5.1", "cannot [red]open[/red]", "none"):
+        assert part in text
+    assert text.index("DRAM") < text.index("VRAM")
