@@ -25,7 +25,7 @@ from bench.peers.pools import (
 SEED = 1
 NUM_MOVED = 32
 NUM_BYTES = NUM_MOVED * LAYERS * 2 * PAGE_BYTES
-SOURCE = Path(__file__).parent / "peers" / "source.py"
+ROOT = Path(__file__).parents[1]
 
 
 @contextmanager
@@ -33,8 +33,9 @@ def source(engine):
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, SOURCE, str(theirs.fileno()), engine, str(SEED)],
+            [sys.executable, "-m", "bench.peers.source", str(theirs.fileno()), engine, str(SEED)],
             pass_fds=[theirs.fileno()],
+            cwd=ROOT,
         )
     connection = Connection(ours.detach())
     try:

@@ -27,11 +27,17 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
+# Public names whose modules are imported on first use, to keep `import pynixlkv` light.
+_LAZY = {"native_report": "pynixlkv._loader"}
+
 
 def __getattr__(name: str) -> object:
-    if name == "native_report":
-        # Looking for libraries takes modules that nothing else needs.
-        from pynixlkv._loader import native_report
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
 
-        return native_report
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,4 +1,4 @@
-"""The side that is read from, in a process of its own: ``python source.py FD ENGINE SEED``.
+"""The side that is read from, in a process of its own: ``python -m bench.peers.source FD ENGINE SEED``.
 
 Sends what the reader needs to reach its pool, then waits until the reader hangs up.
 """
@@ -6,7 +6,7 @@ Sends what the reader needs to reach its pool, then waits until the reader hangs
 import sys
 from multiprocessing.connection import Connection
 
-from pools import make_pool, spans
+from bench.peers.pools import make_pool, spans
 
 
 def main(fd, engine, seed):

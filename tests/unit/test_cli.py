@@ -222,9 +222,9 @@ def test_a_report_of_libraries_is_written_without_markup_and_without_losing_anyt
         "plugins": ({"name": "GDS", "memory_types": (), "problem": "cannot [red]open[/red]"},),
         "memory_types": ("DRAM", "VRAM"),
     }
-    console = Console(width=70, file=io.StringIO())
-    console.print(info_table(report))
-    text = console.file.getvalue()
+    file = io.StringIO()
+    Console(width=70, file=file).print(info_table(report))
+    text = file.getvalue()
     for part in ("path /opt/libnixl_capi.so, version 1.5.1", "cannot [red]open[/red]", "none"):
         assert part in text
     assert text.index("DRAM") < text.index("VRAM")
