@@ -285,6 +285,13 @@ def load_nixl() -> NixlLibrary:
         return _loaded[1]
 
 
+def nixl_version() -> str:
+    """Return the version of the NIXL that `load_nixl` opened, ``"unknown"`` if nothing tells it."""
+    library = load_nixl()
+    location = _loaded[0] if _loaded is not None else None
+    return (location.version if location is not None else "") or library.version or "unknown"
+
+
 def _version_of(path: Path) -> str:
     """Version of the distribution that a file was installed by, empty if none says so."""
     for directory in path.parents:

@@ -88,7 +88,9 @@ def _key(secret: bytes | None) -> bytes:
 
 
 def _digest(header: bytes, body: bytes | memoryview, secret: bytes | None) -> bytes:
-    h = hashlib.blake2b(header, digest_size=_DIGEST_BYTES, key=_key(secret), person=b"pynixlkv-hello")
+    h = hashlib.blake2b(
+        header, digest_size=_DIGEST_BYTES, key=_key(secret), person=b"pynixlkv-hello"
+    )
     h.update(body)
     return h.digest()
 

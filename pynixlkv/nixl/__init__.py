@@ -1,4 +1,4 @@
-"""NIXL: the thin binding of its native verbs."""
+"""NIXL: `NixlAgent`, and under it the thin binding of the native verbs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from pynixlkv.nixl.binding import (
     TransferCost,
     TransferTelemetry,
 )
+from pynixlkv.nixl.engine import NixlAgent
 
 __all__ = [
     "Agent",
     "AgentConfig",
     "Backend",
+    "NixlAgent",
     "Notification",
     "PluginParams",
     "PreparedList",

@@ -613,6 +613,4 @@ class AgentConformance:
         Engines whose reads do not need the peer's process override this.
         """
         local.remote.pause()
-        return local.agent.read(
-            local.peer, local.plan(), range(64), range(64), timeout=timeout
-        )
+        return local.agent.read(local.peer, local.plan(), range(64), range(64), timeout=timeout)
