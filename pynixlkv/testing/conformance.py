@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from pynixlkv.agent import MAX_NOTIFICATION_BYTES, Agent, EngineAgent, Peer
+from pynixlkv.agent import MAX_NOTIFICATION_BYTES, Agent, EngineAgent, Peer, Transfer
 from pynixlkv.errors import (
     AlreadyRegisteredError,
     ClosedError,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from pynixlkv.testing.remote import Remote
 
-__all__ = ["AgentConformance", "rows"]
+__all__ = ["AgentConformance", "HungPeerConformance", "rows"]
 
 WAIT_S = 20.0
 """Longest wait for something that must happen."""
@@ -378,74 +378,6 @@ class AgentConformance:
         with pytest.raises(DuplicatePeerError):
             local.agent.connect(local.agent.hello())
 
-    # ---- ends
-
-    def test_a_hung_peer_ends_the_transfer_by_its_deadline(self, local: _Local) -> None:
-        local.remote.fill(1)
-        transfer = self.stuck(local, timeout=0.3)
-        with pytest.raises(TransferTimeout) as caught:
-            transfer.wait(WAIT_S)
-        assert transfer.state is TransferState.TIMED_OUT
-        assert caught.value.peer == "remote"
-        assert caught.value.transfer_id == transfer.id
-        assert not transfer.is_quiet
-        assert local.agent.quarantined == 1
-        with pytest.raises(RegistrationInUseError):
-            local.registration.close()
-        assert not transfer.close(timeout=0.05)
-        local.remote.resume()
-        assert transfer.wait_quiet(WAIT_S)
-        assert transfer.state is TransferState.TIMED_OUT
-        with pytest.raises(TransferTimeout):
-            transfer.done()
-        local.registration.close()
-
-    def test_closing_with_a_hung_peer_takes_neither_side_down(self, local: _Local) -> None:
-        transfer = self.stuck(local, timeout=0.2)
-        with pytest.raises(TransferTimeout):
-            transfer.wait(WAIT_S)
-        assert not local.agent.close(timeout=0.2)
-        with pytest.raises(ClosedError):
-            local.agent.notify(local.peer, b"x")
-        local.remote.resume()
-        assert local.agent.close(timeout=WAIT_S)
-        assert local.agent.close()
-        local.remote.fill(8)  # it still answers
-        assert local.remote_content().any()
-
-    def test_cancelled_by_its_owner(self, local: _Local) -> None:
-        transfer = self.stuck(local, timeout=30.0)
-        with pytest.raises(TransferTimeout, match="goes on"):
-            transfer.wait(0.01)
-        with pytest.raises(StateError):
-            _ = transfer.result
-        assert not transfer.done()
-        transfer.cancel()
-        with pytest.raises(TransferCancelled):
-            transfer.wait(WAIT_S)
-        local.remote.resume()
-        assert transfer.wait_quiet(WAIT_S)
-        assert transfer.state is TransferState.CANCELLED
-
-    def test_b104_a_killed_peer_ends_what_runs_and_comes_back_as_a_new_generation(
-        self, local: _Local
-    ) -> None:
-        transfer = self.stuck(local, timeout=30.0)
-        local.remote.kill()
-        with pytest.raises(PeerLostError):
-            transfer.wait(WAIT_S)
-        assert transfer.wait_quiet(WAIT_S)
-        assert not local.peer.is_connected
-        with pytest.raises(PeerLostError):
-            local.agent.read(local.peer, local.plan(), [0], [0])
-        local.remote.start()
-        local.remote.fill(5)
-        old = local.peer
-        local.peer = local.connect()
-        assert local.peer.generation == old.generation + 1
-        local.agent.read(local.peer, local.plan(), [3], [4]).wait(WAIT_S)
-        assert np.array_equal(local.pool.block(3), local.remote_pool().block(4))
-
     def test_killed_before_the_first_transfer(self, local: _Local) -> None:
         local.remote.kill()
         before = local.pool.bytes.copy()
@@ -567,17 +499,6 @@ class AgentConformance:
             for i in range(32):
                 assert np.array_equal(local.pool.block(i), there.block(63 - i))
 
-    def test_awaiting_a_failure_raises_it(self, local: _Local) -> None:
-        transfer = self.stuck(local, timeout=0.2)
-
-        async def pull() -> None:
-            await transfer
-
-        with pytest.raises(TransferTimeout):
-            asyncio.run(pull())
-        local.remote.resume()
-        assert transfer.wait_quiet(WAIT_S)
-
     def test_b087_threads_pull_while_notifications_are_drained(self, local: _Local) -> None:
         local.remote.fill(3)
         each, threads = 100, 4
@@ -605,12 +526,96 @@ class AgentConformance:
         assert seen == each * threads
         assert np.array_equal(local.pool.bytes, local.remote_content())
 
-    # ---- how a peer is made to hang
 
-    def stuck(self, local: _Local, timeout: float):  # type: ignore[no-untyped-def]  # noqa: ANN201
-        """Pause the remote and return a read from it that has not ended.
+class HungPeerConformance(AgentConformance):
+    """The same, and what happens when a transfer hangs because the peer's process does.
 
-        Engines whose reads do not need the peer's process override this.
-        """
+    Not for transports that need nothing of the peer's processor: their transfers do not hang.
+    """
+
+    def stuck(self, local: _Local, timeout: float) -> Transfer:
+        """Pause the remote and return a read from it that has not ended."""
         local.remote.pause()
         return local.agent.read(local.peer, local.plan(), range(64), range(64), timeout=timeout)
+
+
+    def test_a_hung_peer_ends_the_transfer_by_its_deadline(self, local: _Local) -> None:
+        local.remote.fill(1)
+        transfer = self.stuck(local, timeout=0.3)
+        with pytest.raises(TransferTimeout) as caught:
+            transfer.wait(WAIT_S)
+        assert transfer.state is TransferState.TIMED_OUT
+        assert caught.value.peer == "remote"
+        assert caught.value.transfer_id == transfer.id
+        assert not transfer.is_quiet
+        assert local.agent.quarantined == 1
+        with pytest.raises(RegistrationInUseError):
+            local.registration.close()
+        assert not transfer.close(timeout=0.05)
+        local.remote.resume()
+        assert transfer.wait_quiet(WAIT_S)
+        assert transfer.state is TransferState.TIMED_OUT
+        with pytest.raises(TransferTimeout):
+            transfer.done()
+        local.registration.close()
+
+
+    def test_closing_with_a_hung_peer_takes_neither_side_down(self, local: _Local) -> None:
+        transfer = self.stuck(local, timeout=0.2)
+        with pytest.raises(TransferTimeout):
+            transfer.wait(WAIT_S)
+        assert not local.agent.close(timeout=0.2)
+        with pytest.raises(ClosedError):
+            local.agent.notify(local.peer, b"x")
+        local.remote.resume()
+        assert local.agent.close(timeout=WAIT_S)
+        assert local.agent.close()
+        local.remote.fill(8)  # it still answers
+        assert local.remote_content().any()
+
+
+    def test_cancelled_by_its_owner(self, local: _Local) -> None:
+        transfer = self.stuck(local, timeout=30.0)
+        with pytest.raises(TransferTimeout, match="goes on"):
+            transfer.wait(0.01)
+        with pytest.raises(StateError):
+            _ = transfer.result
+        assert not transfer.done()
+        transfer.cancel()
+        with pytest.raises(TransferCancelled):
+            transfer.wait(WAIT_S)
+        local.remote.resume()
+        assert transfer.wait_quiet(WAIT_S)
+        assert transfer.state is TransferState.CANCELLED
+
+
+    def test_b104_a_killed_peer_ends_what_runs_and_comes_back_as_a_new_generation(
+        self, local: _Local
+    ) -> None:
+        transfer = self.stuck(local, timeout=30.0)
+        local.remote.kill()
+        with pytest.raises(PeerLostError):
+            transfer.wait(WAIT_S)
+        assert transfer.wait_quiet(WAIT_S)
+        assert not local.peer.is_connected
+        with pytest.raises(PeerLostError):
+            local.agent.read(local.peer, local.plan(), [0], [0])
+        local.remote.start()
+        local.remote.fill(5)
+        old = local.peer
+        local.peer = local.connect()
+        assert local.peer.generation == old.generation + 1
+        local.agent.read(local.peer, local.plan(), [3], [4]).wait(WAIT_S)
+        assert np.array_equal(local.pool.block(3), local.remote_pool().block(4))
+
+
+    def test_awaiting_a_failure_raises_it(self, local: _Local) -> None:
+        transfer = self.stuck(local, timeout=0.2)
+
+        async def pull() -> None:
+            await transfer
+
+        with pytest.raises(TransferTimeout):
+            asyncio.run(pull())
+        local.remote.resume()
+        assert transfer.wait_quiet(WAIT_S)
