@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pynixlkv.geometry import Geometry, KVCache
 from pynixlkv.plan import TransferPlan
-from pynixlkv.types import AgentName, MemorySpan, MemoryType, Operation
+from pynixlkv.types import AgentName, MemorySpan, MemoryType, Operation, TransferState
 
 if TYPE_CHECKING:
     from pynixlkv._loader import native_report
@@ -23,6 +23,7 @@ __all__ = [
     "MemoryType",
     "Operation",
     "TransferPlan",
+    "TransferState",
     "native_report",
 ]
 __version__ = "0.1.0"

@@ -133,7 +133,7 @@ class Peer:
         What the peer's hello described.
     """
 
-    def __init__(self, native: _native.Peer, geometries: Sequence[Geometry]) -> None:
+    def __init__(self, native: _native.EnginePeer, geometries: Sequence[Geometry]) -> None:
         self._native = native
         self._geometries = tuple(geometries)
         self._plans: weakref.WeakSet[TransferPlan] = weakref.WeakSet()
@@ -186,7 +186,7 @@ class Registration:
     """
 
     def __init__(
-        self, agent: EngineAgent, native: _native.Registration, spans: tuple[MemorySpan, ...]
+        self, agent: EngineAgent, native: _native.EngineRegistration, spans: tuple[MemorySpan, ...]
     ) -> None:
         self._agent = weakref.ref(agent)
         self._native = native
@@ -249,7 +249,7 @@ class Transfer:
     arrive until `is_quiet`: the buffers must not be reused before. Safe from several threads.
     """
 
-    def __init__(self, agent: EngineAgent, native: _native.Transfer, peer: Peer) -> None:
+    def __init__(self, agent: EngineAgent, native: _native.EngineTransfer, peer: Peer) -> None:
         self._agent = agent
         self._native = native
         self._peer = peer
@@ -439,7 +439,7 @@ class _Completions:
         self._waiting: dict[int, list[asyncio.Future[None]]] = {}
         self._loops: dict[asyncio.AbstractEventLoop, int] = {}
 
-    async def wait(self, transfer: _native.Transfer) -> None:
+    async def wait(self, transfer: _native.EngineTransfer) -> None:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         with self._lock:
@@ -549,7 +549,7 @@ class EngineAgent:
         self._native = native = make_engine(self._incarnation)
         self._completions = _Completions(native)
         self._registrations: dict[int, Registration] = {}
-        self._programs: weakref.WeakKeyDictionary[TransferPlan, _native.Plan] = (
+        self._programs: weakref.WeakKeyDictionary[TransferPlan, _native.EnginePlan] = (
             weakref.WeakKeyDictionary()
         )
         self._close_lock = threading.Lock()
@@ -900,12 +900,12 @@ class EngineAgent:
         )  # fmt: skip
         return Transfer(self, native, peer)
 
-    def _program(self, plan: TransferPlan) -> _native.Plan:
+    def _program(self, plan: TransferPlan) -> _native.EnginePlan:
         from pynixlkv import _native
 
         program = self._programs.get(plan)
         if program is None:
-            program = self._programs[plan] = _native.Plan(plan.program)
+            program = self._programs[plan] = _native.EnginePlan(plan.program)
         return program
 
     def _check_plan(self, peer: Peer, plan: TransferPlan) -> None:

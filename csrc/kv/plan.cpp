@@ -89,19 +89,21 @@ bool turns_meet(const Paging& a, const Paging& b) {
 /// What is opaque along an axis has the same inside on both sides and moves whole.
 void check_indivisible(const Region& a, const Region& b, const Box& box, std::uint64_t mask,
                        const std::string& subject) {
+    // An axis of one element has no stride, so the side with more of them says where it lies.
+    const auto stride = [&](std::size_t axis) {
+        return std::max(a.axes[axis].stride, b.axes[axis].stride);
+    };
     for (std::size_t axis = 0; axis < kNumAxes; ++axis) {
-        if ((mask >> axis & 1) == 0) {
-            continue;
-        }
         for (std::size_t inner = 0; inner < kNumAxes; ++inner) {
-            const Extent& x = a.axes[inner];
-            const Extent& y = b.axes[inner];
-            if (inner == kBlock || (inner != axis && x.stride >= a.axes[axis].stride)) {
+            const bool is_opaque = inner == axis || stride(inner) < stride(axis);
+            if ((mask >> axis & 1) == 0 || inner == kBlock || !is_opaque) {
                 continue;
             }
-            const bool same =
+            const Extent& x = a.axes[inner];
+            const Extent& y = b.axes[inner];
+            const bool is_same =
                 x.start == y.start && x.count == y.count && (x.count == 1 || x.stride == y.stride);
-            if (!same || (inner != kToken && length(box[inner]) != x.count)) {
+            if (!is_same || (inner != kToken && length(box[inner]) != x.count)) {
                 plan_error(subject + ": the " + kAxisNames[axis] + " axis is indivisible, so its " +
                            kAxisNames[inner] +
                            " axis must be the same on both sides and move whole; local is " +

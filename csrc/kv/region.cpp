@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "kv/words.hpp"
 
@@ -204,6 +205,13 @@ void check_inside_group(const Group& group, std::size_t index) {
     });
 }
 
+/// By value: the numbers change on the way.
+void replace_pool(Geometry& geometry, std::size_t from, std::size_t to) {
+    for (Group& group : geometry.groups) {
+        group.pool = group.pool == from ? to : group.pool;
+    }
+}
+
 /// Groups may lie in the same pool of blocks, as long as different blocks stay apart.
 void join_pools(Geometry& geometry, std::size_t first, std::size_t second) {
     const Group& a = geometry.groups[first];
@@ -216,9 +224,8 @@ void join_pools(Geometry& geometry, std::size_t first, std::size_t second) {
                          " overlap in memory at different block numbers");
         }
         if (Overlap(x, a.element_bytes, y, b.element_bytes, true).found()) {
-            for (Group& group : geometry.groups) {
-                group.pool = group.pool == b.pool ? a.pool : group.pool;
-            }
+            const std::pair<std::size_t, std::size_t> pools = std::minmax(a.pool, b.pool);
+            replace_pool(geometry, pools.second, pools.first);
         }
     });
 }

@@ -24,9 +24,9 @@ inline constexpr std::uint64_t kMaxWord = (std::uint64_t{1} << 60) - 1;
     throw Error("PlanError", message);
 }
 
-/// a + b for values up to kMaxWord, or a LayoutError that names both.
+/// a + b, or a LayoutError that names both.
 inline std::uint64_t add(std::uint64_t a, std::uint64_t b) {
-    if (b > kMaxWord - a) {
+    if (a > kMaxWord || b > kMaxWord - a) {
         layout_error("address arithmetic overflows: " + std::to_string(a) + " + " +
                      std::to_string(b) + " is above 2**60 - 1");
     }

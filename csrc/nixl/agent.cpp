@@ -98,10 +98,7 @@ bool Agent::close(Duration patience) {
         throw Error("StateError", text("agent '", name_, "' cannot be closed: ", requests,
                                        " of its requests are not released"));
     }
-    const auto deadline = std::chrono::steady_clock::now() + patience;
-    while (reap() != 0 && std::chrono::steady_clock::now() < deadline) {
-        std::this_thread::sleep_for(kPollInterval);
-    }
+    drain(patience);
     const std::unique_lock alone(calls_);
     if (closed_) {
         return num_parked_ == 0;
@@ -157,6 +154,16 @@ std::size_t Agent::reap() {
     });
     num_parked_ = parked_.size();
     return parked_.size();
+}
+
+std::size_t Agent::drain(Duration patience) {
+    const auto deadline = std::chrono::steady_clock::now() + patience;
+    std::size_t left = reap();
+    while (left != 0 && std::chrono::steady_clock::now() < deadline) {
+        std::this_thread::sleep_for(kPollInterval);
+        left = reap();
+    }
+    return left;
 }
 
 void Agent::park(std::unique_ptr<RequestBody> body) noexcept {

@@ -146,6 +146,10 @@ class Agent : public std::enable_shared_from_this<Agent>, LiveCounted<Agent> {
     /// Poll the parked requests and free the quiet ones.
     /// @return how many are left
     std::size_t reap();
+    /// Reap until none is left or patience ends.
+    std::size_t drain(Duration patience);
+    /// False in a forked child of the process that made the agent.
+    [[nodiscard]] bool is_here() const noexcept { return process_.is_here(); }
 
     /// Destroy the native agent; waits for parked requests first. Idempotent. In a forked child
     /// this only forgets the agent.
