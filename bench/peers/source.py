@@ -1,4 +1,4 @@
-"""The side that is read from, in a process of its own: ``python -m bench.peers.source FD ENGINE SEED``.
+"""The side that is read from: ``python -m bench.peers.source FD ENGINE SEED``.
 
 Sends what the reader needs to reach its pool, then waits until the reader hangs up.
 """
