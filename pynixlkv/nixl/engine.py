@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, ClassVar
 
 from pynixlkv import _loader, _native
@@ -100,3 +101,16 @@ class NixlAgent(EngineAgent):
     def backend_params(self) -> dict[str, str]:
         """Parameters that the backend was made with."""
         return dict(self._backend_params)
+
+    @property
+    def transport(self) -> str:
+        """What the bytes may travel over, as far as this side can tell.
+
+        NIXL does not say which transport UCX chose for a peer; this names the choice that UCX had:
+        ``UCX_TLS`` of the environment, which wins, or ``TLS`` of the backend's ``engine_config``.
+        """
+        if self._backend != "UCX":
+            return self._backend
+        config = self._backend_params.get("engine_config", "").split(",")
+        choice = [item.removeprefix("TLS=") for item in config if item.startswith("TLS=")]
+        return f"UCX, UCX_TLS={os.environ.get('UCX_TLS') or (choice or ['all'])[0]}"
