@@ -267,7 +267,7 @@ def load_nixl() -> NixlLibrary:
     -----
     Starts no thread and opens no device. Safe from several threads.
     """
-    global _loaded  # noqa: PLW0603
+    global _loaded
     from pynixlkv._native import NixlLibrary
 
     with _lock:

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, ClassVar
 
 from pynixlkv import _loader, _native
-from pynixlkv.agent import EngineAgent
+from pynixlkv.engine import EngineAgent
 from pynixlkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["NixlAgent"]
 
-# NIXL's progress thread serves peers whose transport needs this side's processor (TCP), and wakes on
-# events; this is only the period of its timer, whose default in NIXL's Python API burns a core.
+# NIXL's progress thread serves peers whose transport needs this side's processor (TCP), and wakes
+# on events; this is only the period of its timer, whose value in NIXL's Python API burns a core.
 _PROGRESS_DELAY_US = 100_000
 
 # UCX's registration cache grows without bound where memory is mapped and unmapped often. Applied by
@@ -49,8 +49,8 @@ class NixlAgent(EngineAgent):
 
     Notes
     -----
-    Make agents after ``fork()``, not before: in a forked child their use raises `ForkError`. The agent
-    has one thread of its own, asleep while nothing happens, and one of NIXL's.
+    Make agents after ``fork()``, not before: in a forked child their use raises `ForkError`. The
+    agent has one thread of its own, asleep while nothing happens, and one of NIXL's.
 
     Examples
     --------
@@ -72,11 +72,7 @@ class NixlAgent(EngineAgent):
         self._check_name(name)
         library = _loader.load_nixl()
         params = self.default_backend_params(backend) | dict(backend_params or {})
-        for key, value in params.items():
-            if not isinstance(key, str) or not isinstance(value, str):
-                raise ConfigError(
-                    f"backend parameter {key!r}: {value!r} must be a string for a string"
-                )
+        _check_params(params)
         self._backend = backend
         self._backend_params = params
         super().__init__(
@@ -114,3 +110,9 @@ class NixlAgent(EngineAgent):
         config = self._backend_params.get("engine_config", "").split(",")
         choice = [item.removeprefix("TLS=") for item in config if item.startswith("TLS=")]
         return f"UCX, UCX_TLS={os.environ.get('UCX_TLS') or (choice or ['all'])[0]}"
+
+
+def _check_params(params: Mapping[object, object]) -> None:
+    for key, value in params.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ConfigError(f"backend parameter {key!r}: {value!r} must be a string for a string")

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from typing_extensions import assert_type
 
 from pynixlkv import AgentName, Geometry, KVCache, TransferPlan
-from pynixlkv.agent import Agent, EngineAgent, Notification, Peer, Transfer, TransferResult
+from pynixlkv.agent import Agent, Notification, Peer, Transfer, TransferResult
+from pynixlkv.engine import EngineAgent
 from pynixlkv.errors import PeerLostError, TransferError
 from pynixlkv.topology import Source, read_sources
 
