@@ -10,7 +10,7 @@ from pynixlkv.engine import EngineAgent
 from pynixlkv.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 __all__ = ["NixlAgent"]
 
@@ -72,7 +72,7 @@ class NixlAgent(EngineAgent):
         self._check_name(name)
         library = _loader.load_nixl()
         params = self.default_backend_params(backend) | dict(backend_params or {})
-        _check_params(params)
+        _check_params(params.items())
         self._backend = backend
         self._backend_params = params
         super().__init__(
@@ -112,7 +112,7 @@ class NixlAgent(EngineAgent):
         return f"UCX, UCX_TLS={os.environ.get('UCX_TLS') or (choice or ['all'])[0]}"
 
 
-def _check_params(params: Mapping[object, object]) -> None:
-    for key, value in params.items():
+def _check_params(params: Iterable[tuple[object, object]]) -> None:
+    for key, value in params:
         if not isinstance(key, str) or not isinstance(value, str):
             raise ConfigError(f"backend parameter {key!r}: {value!r} must be a string for a string")

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -271,8 +271,10 @@ class AgentConformance:
 
     def test_bad_blocks(self, local: _Local) -> None:
         plan = local.plan()
-        cases: list[tuple[list[int] | list[float], list[int]]] = [([64], [0]), ([0], [64]), ([-1], [0]), ([1, 1], [0, 2]), ([True], [0]),
-                            ([0.5], [0]), ([0, 1], [0])]  # fmt: skip
+        cases: list[tuple[list[Any], list[int]]] = [
+            ([64], [0]), ([0], [64]), ([-1], [0]), ([1, 1], [0, 2]), ([True], [0]), ([0.5], [0]),
+            ([0, 1], [0]),
+        ]  # fmt: skip
         for here, there in cases:
             with pytest.raises(PlanError):
                 local.agent.read(local.peer, plan, here, there, num_tokens=8 * len(here))
