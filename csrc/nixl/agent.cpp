@@ -15,6 +15,9 @@ namespace {
 
 constexpr Duration kPollInterval = std::chrono::microseconds(200);
 
+const std::string kServer =
+    "the metadata server (NIXL_ETCD_ENDPOINTS or NIXL_TCPSTORE_ENDPOINT names one)";
+
 /// Agents whose requests never became quiet. Reachable for ever on purpose, never destroyed.
 struct Graveyard {
     std::mutex mutex;
@@ -426,6 +429,10 @@ std::vector<std::optional<ParamMap>> Agent::query_memory(MemoryType memory, Rows
                                                          const CallOptions& options) {
     require_ours(options);
     require_rows(rows, "queried", true);
+    if (options.backends.size() != 1) {
+        throw Error("ConfigError", text("query_mem asks exactly one backend, but got ",
+                                        options.backends.size()));
+    }
     const capi::Functions& fn = library_->fn();
     const auto detail = [&] {
         return text(about({}), ", ", rows.size(), " ", memory_name(memory), " descriptors");
@@ -571,7 +578,7 @@ void Agent::send_local_metadata(const Endpoint& endpoint) {
     const Owned<capi::OptArgs> args = make_opt_args(*library_, {.endpoint = endpoint});
     const Call call(*this, "send_local_md");
     library_->check(library_->fn().send_local_md(handle_, args.get()), "send_local_md", [&] {
-        return text(about({}), ", to ", endpoint.ip.empty() ? "the metadata server" : endpoint.ip);
+        return text(about({}), ", to ", endpoint.ip.empty() ? kServer : endpoint.ip);
     });
 }
 
@@ -585,7 +592,7 @@ void Agent::send_local_partial_metadata(MemoryType memory, Rows rows, const Call
         library_->fn().send_local_partial_md(handle_, list.get(), args.get()),
         "send_local_partial_md", [&] {
             return text(about({}), ", ", rows.size(), " descriptors, to ",
-                        options.endpoint.ip.empty() ? "the metadata server" : options.endpoint.ip);
+                        options.endpoint.ip.empty() ? kServer : options.endpoint.ip);
         });
 }
 
@@ -595,7 +602,7 @@ void Agent::fetch_remote_metadata(const std::string& peer, const Endpoint& endpo
     library_->check(library_->fn().fetch_remote_md(handle_, peer.c_str(), args.get()),
                     "fetch_remote_md", [&] {
                         return text(about(peer), ", from ",
-                                    endpoint.ip.empty() ? "the metadata server" : endpoint.ip);
+                                    endpoint.ip.empty() ? kServer : endpoint.ip);
                     });
 }
 
