@@ -84,6 +84,12 @@ def test_blocks_move_both_ways_and_nothing_else_changes(connect, params):
     assert peer.finish() == "closed"
 
 
+def run_many(agent, request):
+    """The first post after a peer's death can still succeed."""
+    for _ in range(1000):
+        run(agent, request)
+
+
 @pytest.mark.parametrize("params", [None, TCP], ids=["default", "tcp"])
 def test_a_killed_peer_is_an_error_and_everything_can_be_released(connect, params):
     peer, agent, area, registration, rows = connect(params)
@@ -93,8 +99,7 @@ def test_a_killed_peer_is_an_error_and_everything_can_be_released(connect, param
         peer.kill()
         started = time.monotonic()
         with pytest.raises(NixlBackendError, match="peer 'target'"):
-            while True:
-                run(agent, request)
+            run_many(agent, request)
         assert time.monotonic() - started < 10
         assert request.state is RequestState.FAILED
         with pytest.raises(NixlBackendError):
