@@ -6,7 +6,6 @@ The only module that looks for them. Nothing here imports torch or NIXL's own Py
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import re
 import subprocess
@@ -278,8 +277,8 @@ def load_nixl() -> NixlLibrary:
             except LibraryNotFoundError as error:
                 about = f"{location.origin} {location.version}".rstrip()
                 raise type(error)(
-                    f"{error} (found through {about}); pynixlkv needs NIXL {NIXL_MINIMUM} or newer: "
-                    f"{_pip_command()}"
+                    f"{error} (found through {about}); pynixlkv needs NIXL {NIXL_MINIMUM} or "
+                    f"newer: {_pip_command()}"
                 ) from error
             _loaded = (location, library)
         return _loaded[1]
@@ -319,12 +318,23 @@ def _loaded_libraries() -> tuple[LoadedLibrary, ...]:
     )
 
 
-def _probe(library: str) -> dict[str, object]:
+@dataclass(frozen=True)
+class _ProbeResult:
+    """What `pynixlkv._probe` prints."""
+
+    plugins: tuple[PluginReport, ...]
+    ucx_version: str
+    transports: tuple[str, ...]
+
+
+def _probe(library: str) -> _ProbeResult:
     """Ask NIXL and its UCX what works here, in a process of its own.
 
     Loading every plugin and opening every device has side effects that the asking process must not
     have, and a plugin that crashes must not take it down.
     """
+    import msgspec
+
     done = subprocess.run(
         [sys.executable, "-m", "pynixlkv._probe", library],
         capture_output=True,
@@ -337,11 +347,12 @@ def _probe(library: str) -> dict[str, object]:
         raise LibraryVersionError(
             f"probing {library} ended with status {done.returncode}: {lines[-1]}"
         )
-    result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=_ProbeResult)
 
 
 def _missing(transports: tuple[str, ...]) -> list[str]:
+    if not transports:
+        return ["UCX: NIXL's UCX plugin could not be loaded, or its UCX could not be started"]
     names = {transport.split("/")[0] for transport in transports}
     missing = []
     if "cma" not in names:
@@ -383,15 +394,17 @@ def native_report() -> NativeReport:
         probed = _probe(nixl.path)
     except (LibraryVersionError, subprocess.TimeoutExpired, ValueError) as error:
         return NativeReport(nixl, loaded, "", (), (), (), (f"NIXL: {error}",))
-    plugins = tuple(
-        PluginReport(p["name"], tuple(p["memory_types"]), p["params"], p["problem"])
-        for p in probed["plugins"]  # type: ignore[attr-defined]
-    )
-    transports = tuple(probed["transports"])  # type: ignore[arg-type]
-    missing = _missing(transports)
-    missing += [f"NIXL plugin {p.name}: {p.problem}" for p in plugins if p.problem]
-    has_cuda = any(transport.startswith("cuda") for transport in transports)
-    declared = {memory for p in plugins if not p.problem for memory in p.memory_types}
+    missing = _missing(probed.transports)
+    missing += [f"NIXL plugin {p.name}: {p.problem}" for p in probed.plugins if p.problem]
+    has_cuda = any(transport.startswith("cuda") for transport in probed.transports)
+    declared = {memory for p in probed.plugins if not p.problem for memory in p.memory_types}
     works = tuple(sorted(m for m in declared if m != "VRAM" or has_cuda))
-    ucx_version = str(probed["ucx_version"])
-    return NativeReport(nixl, loaded, ucx_version, plugins, transports, works, tuple(missing))
+    return NativeReport(
+        nixl,
+        loaded,
+        probed.ucx_version,
+        probed.plugins,
+        probed.transports,
+        works,
+        tuple(missing),
+    )

@@ -83,10 +83,9 @@ void Buffer::set_device(const std::string& type, std::int64_t index) {
 
 void Buffer::take_tensor(const py::object& source) {
     if (!source.attr("is_contiguous")().cast<bool>()) {
-        const py::object strides = source.attr("stride")();
         fail(source, text("it is not contiguous (shape ",
-                          py::str(py::tuple(source.attr("shape"))).cast<std::string>(),
-                          ", strides ", py::str(strides).cast<std::string>(),
+                          py::str(py::list(source.attr("shape"))).cast<std::string>(), ", strides ",
+                          py::str(py::list(source.attr("stride")())).cast<std::string>(),
                           "); register the tensor that it is a view of"));
     }
     const py::object device = source.attr("device");

@@ -81,7 +81,7 @@ class Agent : public std::enable_shared_from_this<Agent>, LiveCounted<Agent> {
                                                                 const CallOptions& options);
 
     /// Ask a storage backend about files or objects; a row without an answer does not exist.
-    /// Reads options.backends.
+    /// @param options names the one backend to ask
     [[nodiscard]] std::vector<std::optional<ParamMap>> query_memory(
         MemoryType memory, Rows rows, std::span<const std::string> blobs,
         const CallOptions& options);

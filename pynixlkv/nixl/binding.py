@@ -52,6 +52,12 @@ _NO_ROWS: Rows = np.empty((0, 3), dtype=np.uint64)
 _INT32 = np.iinfo(np.int32)
 
 
+def _int_below(name: str, value: object, limit: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < limit:
+        raise ConfigError(f"{name} is {value!r}; it must be an int from 0 to {limit - 1}")
+    return value
+
+
 class ThreadSync(enum.IntEnum):
     """Locking inside NIXL. The binding may be used from several threads with each of them."""
 
@@ -172,9 +178,7 @@ class AgentConfig:
     def __post_init__(self) -> None:
         limits = {"listen_port": 1 << 16, "progress_delay_us": 1 << 64, "listen_delay_us": 1 << 64}
         for name, limit in limits.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < limit:
-                raise ConfigError(f"{name} is {value!r}; it must be an int from 0 to {limit - 1}")
+            _int_below(name, getattr(self, name), limit)
         if self.thread_sync not in tuple(ThreadSync):
             raise ConfigError(f"thread_sync is {self.thread_sync!r}; it must be a ThreadSync")
 
@@ -197,37 +201,38 @@ def _memory_type(value: MemoryType | str) -> MemoryType:
 
 
 def _operation(value: Operation | str) -> Operation:
-    if isinstance(value, Operation):
+    if isinstance(value, str):
+        if value.upper() in Operation.__members__:
+            return Operation[value.upper()]
+    elif isinstance(value, Operation):
         return value
-    if isinstance(value, str) and value.upper() in Operation.__members__:
-        return Operation[value.upper()]
     raise ConfigError(f"{value!r} is not an operation; it must be READ or WRITE")
 
 
 def _integers(value: ArrayLike, what: str) -> NDArray[np.integer]:
-    """Turn an argument into an integer array; never truncates, never takes a bool for a number."""
-    if isinstance(value, list | tuple):
-        for position, item in enumerate(value):
-            if isinstance(item, bool | np.bool_):
-                raise ConfigError(f"{what} at position {position} is {item!r}, not an integer")
-    array = np.asarray(value)
-    if array.size == 0 and array.dtype == np.float64:
-        array = array.astype(np.int64)  # numpy's type for an empty list
-    if array.dtype == object:
-        for position, item in enumerate(array.flat):
-            if not isinstance(item, int | np.integer) or not 0 <= item < 1 << 64:
-                raise ConfigError(
-                    f"{what} at position {position} is {item!r}; it must be an integer from 0 to "
-                    f"{(1 << 64) - 1}"
-                )
-        array = array.astype(np.uint64)
-    if not np.issubdtype(array.dtype, np.integer):
-        raise ConfigError(f"{what} have dtype {array.dtype}; they must be integers")
-    return array
+    """Return an argument as an integer array; never rounds, never takes a bool for a number."""
+    if not isinstance(value, list | tuple):
+        array = np.asarray(value)
+        if not np.issubdtype(array.dtype, np.integer):
+            raise ConfigError(f"{what} have dtype {array.dtype}; they must be integers")
+        return array
+    # numpy would turn a list with large and small numbers into floats, and True into 1.
+    items = np.array(value, dtype=object)
+    is_signed = any(isinstance(item, int) and item < 0 for item in items.flat)
+    dtype = np.int64 if is_signed else np.uint64
+    limits = np.iinfo(dtype)
+    for position, item in np.ndenumerate(items):
+        is_integer = isinstance(item, int | np.integer) and not isinstance(item, bool)
+        if not is_integer or not limits.min <= item <= limits.max:
+            where = position[0] if len(position) == 1 else position
+            raise ConfigError(
+                f"{what} at position {where} are {item!r}; they must be integers up to {limits.max}"
+            )
+    return items.astype(dtype)
 
 
 def _rows(value: ArrayLike, what: str) -> Rows:
-    """Descriptors as a C-contiguous (n, 3) uint64 array, without a copy if it is one already."""
+    """Return descriptors as a C-contiguous (n, 3) uint64 array; copies only if they are not."""
     array = _integers(value, f"{what} descriptors")
     if array.size == 0:
         return _NO_ROWS
@@ -247,7 +252,7 @@ def _rows(value: ArrayLike, what: str) -> Rows:
 
 
 def _indices(value: ArrayLike, what: str, limit: int) -> Indices:
-    """Indices as a C-contiguous int32 array, without a copy if it is one already."""
+    """Return indices as a C-contiguous int32 array; copies only if they are not."""
     array = _integers(value, f"{what} indices")
     if array.ndim != 1:
         raise ConfigError(f"{what} indices have shape {array.shape}; it must have one dimension")
@@ -273,12 +278,6 @@ def _seconds(value: float | None) -> float:
     if not value >= 0:
         raise ConfigError(f"timeout is {value!r}; it must be a number of seconds, 0 or more")
     return float(value)
-
-
-def _port(value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 16:
-        raise ConfigError(f"port is {value!r}; it must be an int from 0 to {(1 << 16) - 1}")
-    return value
 
 
 # ---- owners
@@ -769,8 +768,10 @@ class Agent:
 
         Parameters
         ----------
-        descriptors, memory_type, metadata, backends
+        descriptors, memory_type, metadata
             As for `register_mem`; lengths may be zero.
+        backends : sequence of Backend
+            The one to ask; may be empty if the agent has only one.
 
         Returns
         -------
@@ -781,7 +782,7 @@ class Agent:
             _memory_type(memory_type),
             _rows(descriptors, "queried"),
             _metadata(metadata),
-            _natives(backends),
+            _natives(backends or self._backends),
         )
 
     # ---- metadata
@@ -876,7 +877,7 @@ class Agent:
         Returns before anything is sent. NIXL loads what a listener receives without verifying it:
         use this only on a network where everybody is trusted.
         """
-        self._native.send_local_metadata(ip, _port(port))
+        self._native.send_local_metadata(ip, _int_below("port", port, 1 << 16))
 
     def send_local_partial_md(
         self,
@@ -892,7 +893,7 @@ class Agent:
             _memory_type(memory_type),
             _rows(descriptors, "local"),
             ip,
-            _port(port),
+            _int_below("port", port, 1 << 16),
             _natives(backends),
         )
 
@@ -906,11 +907,11 @@ class Agent:
         ip, port
             As for `send_local_md`.
         """
-        self._native.fetch_remote_metadata(peer, ip, _port(port))
+        self._native.fetch_remote_metadata(peer, ip, _int_below("port", port, 1 << 16))
 
     def invalidate_local_md(self, ip: str = "", port: int = 0) -> None:
         """Withdraw the metadata from another agent's listener or the metadata server."""
-        self._native.invalidate_local_metadata(ip, _port(port))
+        self._native.invalidate_local_metadata(ip, _int_below("port", port, 1 << 16))
 
     def make_connection(self, peer: str, *, backends: Sequence[Backend] = ()) -> None:
         """Connect ahead of the first transfer. Success does not mean that the peer is alive.
