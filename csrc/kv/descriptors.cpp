@@ -24,8 +24,8 @@ std::span<const std::int64_t> ids(const Table& table, std::size_t side) {
 std::uint64_t start(const Table& table, std::size_t side, const Paging& paging, std::size_t group) {
     const std::int64_t value = side == 0 ? table.local_start : table.remote_start;
     if (value < 0 || static_cast<std::uint64_t>(value) % paging.unit() != 0) {
-        plan_error(group_name(group) + kSideNames[side] + "_start is " + std::to_string(value) +
-                   ", must be a multiple of the " + std::to_string(paging.unit()) +
+        plan_error(group_name(group), kSideNames[side], "_start is ", value,
+                   ", must be a multiple of the ", paging.unit(),
                    " tokens that a block stands for");
     }
     return static_cast<std::uint64_t>(value);
@@ -35,9 +35,8 @@ void check_ids(const Table& table, std::size_t side, const Paging& paging, std::
     const auto blocks = ids(table, side);
     for (std::size_t i = 0; i < blocks.size(); ++i) {
         if (static_cast<std::uint64_t>(blocks[i]) >= paging.num_blocks) {
-            plan_error(group_name(group) + kSideNames[side] + " block " +
-                       std::to_string(blocks[i]) + " at index " + std::to_string(i) +
-                       " must be from 0 to " + std::to_string(paging.num_blocks - 1));
+            plan_error(group_name(group), kSideNames[side], " block ", blocks[i], " at index ", i,
+                       " must be from 0 to ", paging.num_blocks - 1);
         }
     }
 }
@@ -153,8 +152,8 @@ class RowWriter {
 std::vector<Table> tables_from_flat(std::span<const std::int64_t> ids,
                                     std::span<const std::int64_t> headers) {
     if (headers.size() % kTableWords != 0) {
-        plan_error("table headers must come in groups of " + std::to_string(kTableWords) +
-                   " words, got " + std::to_string(headers.size()));
+        plan_error("table headers must come in groups of ", kTableWords, " words, got ",
+                   headers.size());
     }
     std::vector<Table> tables(headers.size() / kTableWords);
     for (std::size_t i = 0; i < tables.size(); ++i) {
@@ -162,9 +161,8 @@ std::vector<Table> tables_from_flat(std::span<const std::int64_t> ids,
         for (std::size_t side = 0; side < 2; ++side) {
             const auto count = static_cast<std::uint64_t>(header[side]);
             if (count > ids.size()) {
-                plan_error(group_name(i) + kSideNames[side] + " table of " +
-                           std::to_string(header[side]) + " blocks, but only " +
-                           std::to_string(ids.size()) + " are left");
+                plan_error(group_name(i), kSideNames[side], " table of ", header[side],
+                           " blocks, but only ", ids.size(), " are left");
             }
             (side == 0 ? tables[i].local : tables[i].remote) = ids.first(count);
             ids = ids.subspan(count);
@@ -174,7 +172,7 @@ std::vector<Table> tables_from_flat(std::span<const std::int64_t> ids,
         tables[i].remote_start = header[4];
     }
     if (!ids.empty()) {
-        plan_error(std::to_string(ids.size()) + " block ids belong to no table");
+        plan_error(ids.size(), " block ids belong to no table");
     }
     return tables;
 }
@@ -210,8 +208,7 @@ Cover Plan::cover(std::size_t group, const Table& table) const {
 
 void Plan::require_tables(Tables tables) const {
     if (tables.size() != groups_.size()) {
-        plan_error("the plan has " + std::to_string(groups_.size()) + " groups, got tables for " +
-                   std::to_string(tables.size()));
+        plan_error("the plan has ", groups_.size(), " groups, got tables for ", tables.size());
     }
 }
 
@@ -231,16 +228,15 @@ void Plan::check(Tables tables, Side written) const {
                 {groups_[group].pool[side], static_cast<std::uint64_t>(blocks[i]), group, i});
         }
     }
-    radix_sort(uses, [](const Use& use) { return use.block; });
-    radix_sort(uses, [](const Use& use) { return use.pool; });
+    radix_sort_by(uses, [](const Use& use) { return use.block; });
+    radix_sort_by(uses, [](const Use& use) { return use.pool; });
     for (std::size_t i = 1; i < uses.size(); ++i) {
         const Use& a = uses[i - 1];
         const Use& b = uses[i];
         if (a.pool == b.pool && a.block == b.block) {
-            plan_error(group_name(b.group) + kSideNames[side] + " block " +
-                       std::to_string(b.block) + " at index " + std::to_string(b.index) +
-                       " would be written twice; it is also at index " + std::to_string(a.index) +
-                       " of group " + std::to_string(a.group));
+            plan_error(group_name(b.group), kSideNames[side], " block ", b.block, " at index ",
+                       b.index, " would be written twice; it is also at index ", a.index,
+                       " of group ", a.group);
         }
     }
 }
@@ -313,7 +309,7 @@ std::vector<Plan::Run> Plan::lane_runs(const Lane& lane, const Shape& shape) con
     for (std::size_t i = lane.first_nest; i < lane.last_nest; ++i) {
         append_runs(nests_[i], shape, runs);
     }
-    radix_sort(runs, [](const Run& run) { return run.address[0]; });
+    radix_sort_by(runs, [](const Run& run) { return run.address[0]; });
     std::size_t kept = 0;
     for (std::size_t i = 1; i < runs.size(); ++i) {
         Run& a = runs[kept];
@@ -342,17 +338,14 @@ Cover Plan::require_cover(std::size_t index, const Table& table) const {
             // The last block of each table must be needed, at least in part.
             const std::uint64_t other_end = ends[1 - side];
             if (ends[side] > other_end && ends[side] - other_end >= group.paging[side].unit()) {
-                plan_error(group_name(index) + "the tables cover different tokens: local [" +
-                           std::to_string(cover.start[0]) + ", " + std::to_string(ends[0]) +
-                           "), remote [" + std::to_string(cover.start[1]) + ", " +
-                           std::to_string(ends[1]) +
-                           "); pass num_tokens, or ask coverage() what they share");
+                plan_error(group_name(index), "the tables cover different tokens: local [",
+                           cover.start[0], ", ", ends[0], "), remote [", cover.start[1], ", ",
+                           ends[1], "); pass num_tokens, or ask coverage() what they share");
             }
         } else if (const auto wanted = static_cast<std::uint64_t>(table.num_tokens);
                    wanted > cover.begin && ends[side] < wanted) {
-            plan_error(group_name(index) + "num_tokens is " + std::to_string(wanted) +
-                       ", but the " + kSideNames[side] + " table ends at " +
-                       std::to_string(ends[side]));
+            plan_error(group_name(index), "num_tokens is ", wanted, ", but the ", kSideNames[side],
+                       " table ends at ", ends[side]);
         }
     }
     return cover;
@@ -381,7 +374,7 @@ Expansion::Work Expansion::split(const Plan& plan, std::size_t index, const Tabl
         remote.advance(step);
     }
     work.close(open, table);
-    radix_sort(work.pieces, [&](const Piece& piece) {
+    radix_sort_by(work.pieces, [&](const Piece& piece) {
         return piece.local_block * group.paging[0].slots + work.shapes[piece.shape].local_slot;
     });
     return work;
@@ -466,7 +459,7 @@ std::size_t Expansion::emit(Row* local, Row* remote) const {
     all.reserve(num_runs_);
     for_each_run(
         [&](std::uint64_t a, std::uint64_t b, const Run& run) { all.push_back({a, b, &run}); });
-    radix_sort(all, [](const Flat& flat) { return flat.local; });
+    radix_sort_by(all, [](const Flat& flat) { return flat.local; });
     RowWriter sorted(local, remote, plan_.max_bytes_);
     for (const Flat& flat : all) {
         sorted.push(flat.local, flat.remote, flat.run->length, flat.run->span[0],

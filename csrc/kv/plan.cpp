@@ -13,9 +13,6 @@ namespace {
 /// First word of every program; the low byte is its version.
 constexpr std::uint64_t kProgramMagic = 0x4b56'504c'414e'01;
 constexpr std::size_t kNestWords = 24;
-constexpr std::array<const char*, kNumAxes> kAxisNames{"layer", "kv",    "block",
-                                                       "head",  "token", "dim"};
-
 /// Ranges of the matched axes, indexed by Axis.
 using Box = std::array<Interval, kNumAxes>;
 
@@ -70,10 +67,9 @@ std::uint64_t held(const Box& box, const Group& group) {
             box[axis] = {index, index + 1};
             ++index;
         } while (held(box, remote) == volume(box));
-        where += std::string(where.empty() ? "" : ", ") + kAxisNames[axis] + " " +
-                 std::to_string(box[axis].start);
+        where += text(where.empty() ? "" : ", ", kAxisNames[axis], " ", box[axis].start);
     }
-    plan_error("group " + std::to_string(group) + ": the remote side does not hold " + where +
+    plan_error("group ", group, ": the remote side does not hold ", where,
                ", which the local side wants; select heads or layers that both sides hold");
 }
 
@@ -101,16 +97,15 @@ void check_indivisible(const Region& a, const Region& b, const Box& box, std::ui
             }
             const Extent& x = a.axes[inner];
             const Extent& y = b.axes[inner];
-            const bool is_same =
-                x.start == y.start && x.count == y.count && (x.count == 1 || x.stride == y.stride);
-            if (!is_same || (inner != kToken && length(box[inner]) != x.count)) {
-                plan_error(subject + ": the " + kAxisNames[axis] + " axis is indivisible, so its " +
-                           kAxisNames[inner] +
-                           " axis must be the same on both sides and move whole; local is " +
-                           std::to_string(x.count) + " from " + std::to_string(x.start) + " by " +
-                           std::to_string(x.stride) + " bytes, remote " + std::to_string(y.count) +
-                           " from " + std::to_string(y.start) + " by " + std::to_string(y.stride) +
-                           " bytes");
+            const auto shape = [](const Extent& e) {
+                return std::array{e.start, e.count, (e.count - 1) * e.stride};
+            };
+            if (shape(x) != shape(y) || (inner != kToken && length(box[inner]) != x.count)) {
+                plan_error(subject, ": the ", kAxisNames[axis], " axis is indivisible, so its ",
+                           kAxisNames[inner],
+                           " axis must be the same on both sides and move whole; local is ",
+                           x.count, " from ", x.start, " by ", x.stride, " bytes, remote ", y.count,
+                           " from ", y.start, " by ", y.stride, " bytes");
             }
         }
     }
@@ -183,24 +178,21 @@ class Compiler {
     void add_group(std::size_t index) {
         const Group& a = local_.groups[index];
         const Group& b = remote_.groups[index];
-        const std::string subject = "group " + std::to_string(index);
+        const std::string subject = text("group ", index);
         if (a.element_bytes != b.element_bytes || a.has_heads != b.has_heads ||
             a.indivisible != b.indivisible) {
-            plan_error(subject + " differs in element size, head axis or indivisible axes");
+            plan_error(subject, " differs in element size, head axis or indivisible axes");
         }
         if (!turns_meet(a.paging, b.paging)) {
-            plan_error(subject + ": context rank " + std::to_string(a.paging.rank) + " of " +
-                       std::to_string(a.paging.ranks) + " here and rank " +
-                       std::to_string(b.paging.rank) + " of " + std::to_string(b.paging.ranks) +
+            plan_error(subject, ": context rank ", a.paging.rank, " of ", a.paging.ranks,
+                       " here and rank ", b.paging.rank, " of ", b.paging.ranks,
                        " there have no tokens in common");
         }
         const bool whole_tokens = (a.indivisible >> kToken & 1) != 0;
-        Paging pool_apart = b.paging;
-        pool_apart.num_blocks = a.paging.num_blocks;
-        if (whole_tokens && a.paging != pool_apart) {
-            plan_error(subject + ": the token axis is indivisible, so blocks must hold the same " +
-                       "tokens on both sides; local has " + std::to_string(a.paging.slots) +
-                       " per block, remote " + std::to_string(b.paging.slots));
+        if (whole_tokens && !a.paging.same_tokens(b.paging)) {
+            plan_error(subject, ": the token axis is indivisible, so blocks must hold the same ",
+                       "tokens on both sides; local has ", a.paging.slots, " per block, remote ",
+                       b.paging.slots);
         }
         const std::vector<Interval> everything{{0, kMaxWord}};
         for (const Region& region : a.regions) {
@@ -223,8 +215,7 @@ class Compiler {
         for (const Region& other : remote.regions) {
             const Box box = intersect(wanted, box_of(other));
             if (volume(box) != 0) {
-                check_indivisible(region, other, box, remote.indivisible,
-                                  "group " + std::to_string(index));
+                check_indivisible(region, other, box, remote.indivisible, text("group ", index));
                 add_nests(index, region, other, box);
             }
         }
@@ -302,8 +293,7 @@ Selection Selection::from_words(std::span<const std::uint64_t> words) {
 std::vector<std::uint64_t> compile(const Geometry& local, const Geometry& remote,
                                    const Selection& selection) {
     if (local.groups.size() != remote.groups.size()) {
-        plan_error("local has " + std::to_string(local.groups.size()) + " groups, remote " +
-                   std::to_string(remote.groups.size()));
+        plan_error("local has ", local.groups.size(), " groups, remote ", remote.groups.size());
     }
     return Compiler(local, remote, selection).run();
 }
@@ -367,10 +357,8 @@ void Plan::add_lane(std::size_t index) {
         end = add(end, mul(group.paging[side].num_blocks - 1, nest.block_stride[side]));
         const Span& span = spans_[side][nest.span[side]];
         if (nest.base[side] < span.address || end > add(span.address, span.bytes)) {
-            layout_error("plan: nest " + std::to_string(index) + " reaches [" +
-                         std::to_string(nest.base[side]) + ", " + std::to_string(end) +
-                         "), outside its span at " + std::to_string(span.address) + " of " +
-                         std::to_string(span.bytes) + " bytes");
+            layout_error("plan: nest ", index, " reaches [", nest.base[side], ", ", end,
+                         "), outside its span at ", span.address, " of ", span.bytes, " bytes");
         }
     }
     std::uint64_t slot_bytes = nest.length;

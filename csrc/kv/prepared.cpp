@@ -29,7 +29,7 @@ std::vector<Plan::Strip> Plan::strips() const {
         }
     }
     for (const std::size_t side : {std::size_t{1}, std::size_t{0}}) {
-        radix_sort(strips, [&](const Strip& strip) { return strip.address[side]; });
+        radix_sort_by(strips, [&](const Strip& strip) { return strip.address[side]; });
         std::uint64_t first = 0;
         for (auto begin = strips.begin(); begin != strips.end();) {
             // Strips whose blocks do not get past the next block of the first of them.
@@ -52,9 +52,7 @@ std::vector<Plan::Strip> Plan::strips() const {
 
 bool Plan::can_prepare() const {
     for (const PlanGroup& group : groups_) {
-        Paging remote = group.paging[1];
-        remote.num_blocks = group.paging[0].num_blocks;
-        if (group.paging[0] != remote) {
+        if (!group.paging[0].same_tokens(group.paging[1])) {
             return false;
         }
     }
@@ -69,8 +67,8 @@ bool Plan::can_prepare() const {
 
 void Plan::require_prepare() const {
     if (!can_prepare()) {
-        plan_error("the plan cannot be prepared: the sides need blocks of the same tokens, and " +
-                   std::to_string(std::numeric_limits<std::int32_t>::max()) + " rows at most");
+        plan_error("the plan cannot be prepared: the sides need blocks of the same tokens, and ",
+                   std::numeric_limits<std::int32_t>::max(), " rows at most");
     }
 }
 
@@ -101,9 +99,8 @@ void Plan::expand_indices(Tables tables, std::vector<std::int32_t>& local,
     for (std::size_t group = 0; group < groups_.size(); ++group) {
         for (const Shape& shape : expansion.work_[group].shapes) {
             if (shape.count != groups_[group].paging[0].slots) {
-                plan_error("group " + std::to_string(group) + ": prepared rows are whole blocks; " +
-                           std::to_string(shape.count) + " tokens of a block of " +
-                           std::to_string(groups_[group].paging[0].slots) +
+                plan_error("group ", group, ": prepared rows are whole blocks; ", shape.count,
+                           " tokens of a block of ", groups_[group].paging[0].slots,
                            " would move; round num_tokens up");
             }
         }

@@ -10,11 +10,8 @@ namespace pynixlkv::kv {
 
 namespace {
 
-constexpr std::array<const char*, kNumAxes> kAxisNames{"layer", "kv",    "block",
-                                                       "head",  "token", "dim"};
-
 std::string name(std::size_t group, std::size_t region) {
-    return "region " + std::to_string(region) + " of group " + std::to_string(group);
+    return text("region ", region, " of group ", group);
 }
 
 /// Each axis must step over all that lies inside it, so that no two elements share a byte.
@@ -27,9 +24,8 @@ void check_nested(const Region& region, std::uint64_t element_bytes, const std::
     for (const std::size_t axis : order) {
         const Extent& extent = region.axes[axis];
         if (extent.count > 1 && extent.stride < inside) {
-            layout_error(subject + ": the stride of its " + kAxisNames[axis] + " axis is " +
-                         std::to_string(extent.stride) + " bytes, less than the " +
-                         std::to_string(inside) +
+            layout_error(subject, ": the stride of its ", kAxisNames[axis], " axis is ",
+                         extent.stride, " bytes, less than the ", inside,
                          " bytes inside it, so its elements would overlap or interleave");
         }
         inside = add(inside, mul(extent.count - 1, extent.stride));
@@ -91,7 +87,7 @@ class Overlap {
 
     bool find(std::size_t level, std::int64_t distance) {
         if (level == digits_.size()) {
-            return -a_bytes_ < distance && distance < b_bytes_;
+            return true;  // the ranges meet, and each choice kept the distance in bounds
         }
         // Strides of two different layouts may not nest; then the search could become long.
         if (++steps_ > 100'000) {
@@ -143,18 +139,15 @@ Region read_region(WordReader& reader, const Geometry& geometry, const Group& gr
     }
     const std::array<std::uint64_t, 2> counts{region.axes[kBlock].count, region.axes[kToken].count};
     if (counts != std::array<std::uint64_t, 2>{group.paging.num_blocks, group.paging.slots}) {
-        layout_error(subject + " has " + std::to_string(counts[0]) + " blocks of " +
-                     std::to_string(counts[1]) + " tokens, its group " +
-                     std::to_string(group.paging.num_blocks) + " of " +
-                     std::to_string(group.paging.slots));
+        layout_error(subject, " has ", counts[0], " blocks of ", counts[1], " tokens, its group ",
+                     group.paging.num_blocks, " of ", group.paging.slots);
     }
     check_nested(region, group.element_bytes, subject);
     const Span& span = geometry.spans[region.span];
     const std::uint64_t end = region_end(region, group.element_bytes);
     if (region.base < span.address || end > span.address + span.bytes) {
-        layout_error(subject + " occupies [" + std::to_string(region.base) + ", " +
-                     std::to_string(end) + "), outside its span [" + std::to_string(span.address) +
-                     ", " + std::to_string(span.address + span.bytes) + ")");
+        layout_error(subject, " occupies [", region.base, ", ", end, "), outside its span [",
+                     span.address, ", ", span.address + span.bytes, ")");
     }
     return region;
 }
@@ -172,37 +165,37 @@ Group read_group(WordReader& reader, const Geometry& geometry, std::size_t index
     return group;
 }
 
-/// Call `visit(i, j)` for each pair of regions whose address ranges meet.
-template <class Visit>
-void for_touching(const Group& a, const Group& b, Visit visit) {
+/// The pairs of regions, one of each group or both of one, whose address ranges meet.
+std::vector<std::array<std::size_t, 2>> touching(const Group& a, const Group& b) {
+    std::vector<std::array<std::size_t, 2>> pairs;
     for (std::size_t i = 0; i < a.regions.size(); ++i) {
-        const Region& x = a.regions[i];
-        const std::uint64_t x_end = region_end(x, a.element_bytes);
+        const std::uint64_t begin = a.regions[i].base;
+        const std::uint64_t end = region_end(a.regions[i], a.element_bytes);
         for (std::size_t j = &a == &b ? i + 1 : 0; j < b.regions.size(); ++j) {
-            const Region& y = b.regions[j];
-            if (x.base < region_end(y, b.element_bytes) && y.base < x_end) {
-                visit(i, j);
+            if (b.regions[j].base < end && begin < region_end(b.regions[j], b.element_bytes)) {
+                pairs.push_back({i, j});
             }
         }
     }
+    return pairs;
 }
 
 void check_inside_group(const Group& group, std::size_t index) {
     for (std::size_t i = 0; i < group.regions.size(); ++i) {
         for (std::size_t j = i + 1; j < group.regions.size(); ++j) {
             if (share_logical_element(group.regions[i], group.regions[j])) {
-                layout_error(name(index, i) + " and " + name(index, j) +
+                layout_error(name(index, i), " and ", name(index, j),
                              " hold the same layer, head and element twice");
             }
         }
     }
-    for_touching(group, group, [&](std::size_t i, std::size_t j) {
+    for (const auto& [i, j] : touching(group, group)) {
         if (Overlap(group.regions[i], group.element_bytes, group.regions[j], group.element_bytes,
                     true)
                 .found()) {
-            layout_error(name(index, i) + " and " + name(index, j) + " overlap in memory");
+            layout_error(name(index, i), " and ", name(index, j), " overlap in memory");
         }
-    });
+    }
 }
 
 /// By value: the numbers change on the way.
@@ -216,18 +209,18 @@ void replace_pool(Geometry& geometry, std::size_t from, std::size_t to) {
 void join_pools(Geometry& geometry, std::size_t first, std::size_t second) {
     const Group& a = geometry.groups[first];
     const Group& b = geometry.groups[second];
-    for_touching(a, b, [&](std::size_t i, std::size_t j) {
+    for (const auto& [i, j] : touching(a, b)) {
         const Region& x = a.regions[i];
         const Region& y = b.regions[j];
         if (Overlap(x, a.element_bytes, y, b.element_bytes, false).found()) {
-            layout_error(name(first, i) + " and " + name(second, j) +
+            layout_error(name(first, i), " and ", name(second, j),
                          " overlap in memory at different block numbers");
         }
         if (Overlap(x, a.element_bytes, y, b.element_bytes, true).found()) {
             const std::pair<std::size_t, std::size_t> pools = std::minmax(a.pool, b.pool);
             replace_pool(geometry, pools.second, pools.first);
         }
-    });
+    }
 }
 
 }  // namespace
@@ -240,9 +233,8 @@ Paging read_paging(WordReader& reader) {
     paging.ranks = reader.next("context ranks", paging.rank + 1);
     paging.interleave = reader.next("context interleave", 1);
     if (paging.slots % paging.interleave != 0) {
-        layout_error(std::to_string(paging.slots) +
-                     " tokens per block do not divide into turns of " +
-                     std::to_string(paging.interleave));
+        layout_error(paging.slots, " tokens per block do not divide into turns of ",
+                     paging.interleave);
     }
     mul(mul(paging.slots, paging.ranks), paging.num_blocks);
     return paging;
@@ -256,9 +248,8 @@ std::vector<Span> read_spans(WordReader& reader) {
         span.bytes = reader.next("span bytes", 1);
         span.device = reader.next("span device");
         if (span.address < previous_end) {
-            layout_error("spans are not ascending and disjoint: one at " +
-                         std::to_string(span.address) + " starts before " +
-                         std::to_string(previous_end));
+            layout_error("spans are not ascending and disjoint: one at ", span.address,
+                         " starts before ", previous_end);
         }
         previous_end = add(span.address, span.bytes);
     }
@@ -284,7 +275,7 @@ Geometry Geometry::from_words(std::span<const std::uint64_t> words) {
         geometry.groups[i].pool = i;
         num_regions += geometry.groups[i].regions.size();
         if (num_regions > kMaxRegions) {
-            layout_error("a geometry holds at most " + std::to_string(kMaxRegions) + " regions");
+            layout_error("a geometry holds at most ", kMaxRegions, " regions");
         }
     }
     reader.finish();

@@ -6,11 +6,15 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <tuple>
 #include <vector>
 
 namespace pynixlkv::kv {
 
 enum Axis : std::size_t { kLayer, kKv, kBlock, kHead, kToken, kDim, kNumAxes };
+
+inline constexpr std::array<const char*, kNumAxes> kAxisNames{"layer", "kv",    "block",
+                                                              "head",  "token", "dim"};
 
 /// The axes that are matched by their global index. Blocks are addressed by tables and tokens by
 /// position in the sequence.
@@ -55,7 +59,12 @@ struct Paging {
     [[nodiscard]] std::uint64_t unit() const noexcept { return slots * ranks; }
     /// Positions until it is this side's turn again.
     [[nodiscard]] std::uint64_t period() const noexcept { return interleave * ranks; }
-    bool operator==(const Paging&) const = default;
+
+    /// Whether blocks of both hold the same tokens; the pools may differ in size.
+    [[nodiscard]] bool same_tokens(const Paging& other) const noexcept {
+        return std::tie(slots, rank, ranks, interleave) ==
+               std::tie(other.slots, other.rank, other.ranks, other.interleave);
+    }
 };
 
 /// Layers that share one block table.

@@ -16,6 +16,7 @@ using kv_test::GeometryWords;
 using kv_test::GroupWords;
 using kv_test::RegionWords;
 using kv_test::Words;
+using pynixlkv::Row;
 
 namespace {
 
@@ -99,14 +100,14 @@ GeometryWords nhd(std::uint64_t address) {
 
 TEST_CASE("radix sort is stable, whatever the width of the keys") {
     std::mt19937_64 random(3);
-    for (const unsigned bits : {1U, 11U, 12U, 40U, 64U}) {
+    for (const unsigned bits : {1U, 11U, 13U, 40U, 60U}) {
         std::vector<std::pair<std::uint64_t, std::size_t>> items;
         for (std::size_t i = 0; i < 500; ++i) {
             items.emplace_back(random() >> (64 - bits), i);
         }
         auto expected = items;
         std::sort(expected.begin(), expected.end());
-        radix_sort(items, [](const auto& item) { return item.first; });
+        radix_sort_by(items, [](const auto& item) { return item.first; });
         CHECK(items == expected);
     }
 }
@@ -231,6 +232,10 @@ TEST_CASE("blocks of unlike size meet by position") {
     CHECK_EQ(rows.local[0].address, 10'000U);
     CHECK_EQ(rows.local[0].length, 64U);
     CHECK_EQ(rows.remote[0].address, 90'000U + 15 * 256);
+    // The remote table may end inside the last local block, and the local one then is not full.
+    const Ids half{4, 5};
+    const Ids last{1};
+    CHECK_EQ(plan.bytes(std::vector<Table>{{last, half}}), 4U * 2 * 2 * 32);
     // 2 halves of K/V times 2 heads times 6 pieces: 4 in local block 0, 2 in local block 2.
     CHECK_EQ(rows.local.size(), 2U * 2 * 6);
 }
@@ -258,6 +263,14 @@ TEST_CASE("context-parallel sides exchange the tokens they share") {
     const Plan alike = plan_of(remote, remote);
     CHECK_EQ(expand(alike, {{local, there}}).local.size(), 1U);
     CHECK_EQ(alike.bytes(std::vector<Table>{{local, there}}), 512U);
+    // A turn of 2 that begins before a turn of 1 in the same cycle of 4, and reaches into it.
+    GroupWords short_turns = turns;
+    short_turns.ranks = 4;
+    short_turns.interleave = 1;
+    GroupWords early = turns;
+    early.rank = 0;
+    const Plan meeting = plan_of(over(90'000, kBytes, short_turns), over(90'000, kBytes, early));
+    CHECK_EQ(meeting.num_groups(), 1U);
     // The other rank has none of these tokens.
     turns.rank = 0;
     CHECK_ERROR("PlanError: group 0: context rank 1 of 2 here and rank 0 of 2 there have no tokens",
@@ -317,6 +330,10 @@ TEST_CASE("groups that interleave in memory still come out ascending") {
     CHECK_EQ(rows.local[1].length, 2048U);
     const Ids same{0, 1, 2, 3};
     CHECK_EQ(expand(plan, {{same, same}, {same, same}}).local.size(), 1U);
+    CHECK(plan.block_runs(1) == (std::vector<std::uint64_t>{1024}));
+    const std::vector<Row> prepared = plan.prepared_rows(Side::kLocal);
+    CHECK_EQ(prepared.size(), 8U);
+    CHECK_EQ(prepared[4].address, 11'024U);
     plan.check(std::vector<Table>{{same, same}, {same, same}}, Side::kLocal);
 }
 
@@ -344,6 +361,44 @@ TEST_CASE("runs do not cross from one span into the next") {
     one.groups[0].regions[1].span = 0;
     CHECK_EQ(expand(plan_of(one, one), {{ids, ids}}).local.size(), 1U);
     CHECK_EQ(expand(plan_of(one, two_spans(10'000)), {{ids, ids}}).local.size(), 2U);
+    const std::vector<Row> extents = plan.extents(Side::kRemote);
+    CHECK_EQ(extents.size(), 2U);
+    CHECK(extents[1] == (Row{90'000 + kBytes, kBytes, 0}));
+}
+
+TEST_CASE("runs that adjoin in one block pair only are not one run") {
+    // Here a block holds layer 0 and then layer 1; there too, in block 0, but other blocks of
+    // layer 1 are elsewhere, or each layer has a span of its own.
+    const Counts counts{1, 2, 2, 2, 8, 16};
+    const auto layered = [&](std::uint64_t second, std::uint64_t stride, std::uint64_t span) {
+        GeometryWords g{{{90'000, 1 << 20, 0}}, {}};
+        std::vector<RegionWords> regions{dense(kBkhnd, counts, 90'000),
+                                         dense(kBkhnd, counts, second)};
+        regions[0].axes[kBlock].stride = 4096;
+        regions[1].axes[kBlock].stride = stride;
+        regions[1].axes[kLayer].start = 1;
+        regions[1].span = span;
+        g.groups.push_back(group_of(regions));
+        return g;
+    };
+    const GeometryWords here = layered(91'024, 4096, 0);
+    const Ids zero{0};
+    const Ids one{1};
+    CHECK_EQ(plan_of(here, here).block_runs(0).size(), 1U);
+    const Plan wider = plan_of(here, layered(91'024, 8192, 0));
+    CHECK_EQ(wider.block_runs(0).size(), 2U);
+    CHECK_EQ(expand(wider, {{zero, zero}}).local.size(), 1U);
+    CHECK_EQ(expand(wider, {{zero, one}}).local.size(), 2U);
+    CHECK_EQ(wider.prepared_rows(Side::kRemote)[3].address, 91'024U + 8192);
+    const GeometryWords apart{{{90'000, 1024, 0}, {91'024, 1024, 0}},
+                              layered(91'024, 8192, 1).groups};
+    GeometryWords single = apart;
+    for (RegionWords& region : single.groups[0].regions) {
+        region.axes[kBlock] = {0, 1, 0};
+    }
+    single.groups[0].num_blocks = 1;
+    const Plan spans = plan_of(here, single);
+    CHECK_EQ(expand(spans, {{zero, zero}}).local.size(), 2U);
 }
 
 TEST_CASE("tables are checked: ranges, starts, ends, numbers") {

@@ -152,6 +152,8 @@ TEST_CASE("no element twice, no byte twice in a group") {
     CHECK_ERROR("region 0 of group 0 and region 1 of group 0 hold the same layer", g.parse());
     g.groups[0].regions[1] = layer(1, 3048);
     CHECK_EQ(g.parse().groups[0].regions.size(), 2U);
+    g.groups[0].regions[0] = layer(2, 1000);
+    CHECK_EQ(g.parse().groups[0].regions.size(), 2U);
     g.groups[0].regions[1] = layer(1, 3046);
     CHECK_ERROR("region 0 of group 0 and region 1 of group 0 overlap in memory", g.parse());
 }
