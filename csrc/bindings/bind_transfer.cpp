@@ -55,7 +55,9 @@ Clock::duration duration(double seconds) {
         std::chrono::duration<double>(seconds > 0 ? std::min(seconds, kLongest) : 0));
 }
 
-TimePoint after(double seconds) { return Clock::now() + duration(seconds); }
+TimePoint after(double seconds) {
+    return Clock::now() + duration(seconds);
+}
 
 std::vector<Row> copy_rows(const RowArray& array) {
     if (array.ndim() != 2 || array.shape(1) != 3) {
@@ -193,8 +195,7 @@ std::shared_ptr<Transfer> submit_plan(Engine& engine, int op, std::shared_ptr<Pe
     Request request = make_request(op, std::move(peer), std::move(notify), timeout);
     const auto source = std::make_shared<const PlanSource>(plan, ids, headers);
     const py::gil_scoped_release release;
-    plan->check(source->tables(),
-                request.op == Op::kRead ? kv::Side::kLocal : kv::Side::kRemote);
+    plan->check(source->tables(), request.op == Op::kRead ? kv::Side::kLocal : kv::Side::kRemote);
     request.local_extents = plan->extents(kv::Side::kLocal);
     request.remote_extents = plan->extents(kv::Side::kRemote);
     request.source = source;
@@ -214,8 +215,8 @@ void bind_transfer(py::module_& m) {
         .def_property_readonly("state", [](const Peer& p) { return static_cast<int>(p.state()); })
         .def_property_readonly("reason", &Peer::reason);
 
-    py::classh<kv::Plan>(m, "EnginePlan").def(
-        py::init([](const py::array_t<std::uint64_t, py::array::c_style>& program) {
+    py::classh<kv::Plan>(m, "EnginePlan")
+        .def(py::init([](const py::array_t<std::uint64_t, py::array::c_style>& program) {
             const auto size = static_cast<std::size_t>(program.size());
             return kv::Plan::from_words(std::span(program.data(), size));
         }));
@@ -231,8 +232,8 @@ void bind_transfer(py::module_& m) {
         .def(
             "wait",
             [](const Transfer& t, double timeout, bool for_quiet) {
-                return wait_in_slices(
-                    timeout, [&](TimePoint until) { return t.wait(until, for_quiet); });
+                return wait_in_slices(timeout,
+                                      [&](TimePoint until) { return t.wait(until, for_quiet); });
             },
             py::arg("timeout"), py::arg("for_quiet") = false);
 
@@ -262,8 +263,7 @@ void bind_transfer(py::module_& m) {
              })
         .def("connect",
              [](Engine& e, const std::string& name, const py::bytes& incarnation,
-                const py::bytes& metadata, const RowArray& rows,
-                const std::vector<int>& memories) {
+                const py::bytes& metadata, const RowArray& rows, const std::vector<int>& memories) {
                  const std::string incarnation_bytes(incarnation);
                  const std::string metadata_bytes(metadata);
                  const auto spans = copy_spans(rows, memories);
@@ -294,8 +294,7 @@ void bind_transfer(py::module_& m) {
                  return wait_in_slices(timeout, [&](TimePoint until) { return e.close(until); });
              })
         .def_property_readonly("is_closed", &Engine::is_closed)
-        .def(
-            "stop", [](Engine& e, double timeout) { e.stop(after(timeout)); }, ReleaseGil());
+        .def("stop", [](Engine& e, double timeout) { e.stop(after(timeout)); }, ReleaseGil());
 
     py::classh<FakeNetwork>(m, "FakeNetwork")
         .def(py::init<>())
@@ -311,23 +310,21 @@ void bind_transfer(py::module_& m) {
         .def("fail_next", &FakeNetwork::fail_next, ReleaseGil())
         .def("drop_notifications", &FakeNetwork::drop_notifications, ReleaseGil());
 
-    m.def(
-        "fake_engine",
-        [](const std::string& name, const py::bytes& incarnation,
-           const std::shared_ptr<FakeNetwork>& network) {
-            EngineOptions options;
-            options.incarnation = std::string(incarnation);
-            const py::gil_scoped_release release;
-            return std::make_shared<Engine>(
-                name, [name, network] { return std::make_unique<FakeDriver>(name, network); },
-                options);
-        });
+    m.def("fake_engine", [](const std::string& name, const py::bytes& incarnation,
+                            const std::shared_ptr<FakeNetwork>& network) {
+        EngineOptions options;
+        options.incarnation = std::string(incarnation);
+        const py::gil_scoped_release release;
+        return std::make_shared<Engine>(
+            name, [name, network] { return std::make_unique<FakeDriver>(name, network); }, options);
+    });
 
     m.def(
         "nixl_engine",
-        [](const std::string& name, const py::bytes& incarnation, const Shared<const nixl::Library>& library, const std::string& backend,
-           const std::map<std::string, std::string>& backend_params,
-           bool progress_thread, std::uint64_t progress_delay_us) {
+        [](const std::string& name, const py::bytes& incarnation,
+           const Shared<const nixl::Library>& library, const std::string& backend,
+           const std::map<std::string, std::string>& backend_params, bool progress_thread,
+           std::uint64_t progress_delay_us) {
             nixl::DriverOptions driver;
             driver.agent.progress_thread = progress_thread;
             driver.agent.progress_delay_us = progress_delay_us;

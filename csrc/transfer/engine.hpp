@@ -235,7 +235,8 @@ class Engine : LiveCounted<Engine> {
     /// Cancel the peer's transfers; the native connection goes when they are quiet.
     void disconnect(const std::shared_ptr<Peer>& peer);
 
-    /// Hand over a transfer. Returns at once; whatever goes wrong later is the transfer's end state.
+    /// Hand over a transfer. Returns at once; whatever goes wrong later is the transfer's end
+    /// state.
     [[nodiscard]] std::shared_ptr<Transfer> submit(Request request);
     /// End a transfer as cancelled if it has not ended; it becomes quiet later.
     void cancel(const std::shared_ptr<Transfer>& transfer);

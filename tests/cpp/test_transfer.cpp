@@ -21,8 +21,12 @@ namespace {
 
 constexpr std::size_t kBlock = 64;
 
-std::uint64_t address(const void* p) { return reinterpret_cast<std::uint64_t>(p); }
-TimePoint in(Clock::duration d) { return Clock::now() + d; }
+std::uint64_t address(const void* p) {
+    return reinterpret_cast<std::uint64_t>(p);
+}
+TimePoint in(Clock::duration d) {
+    return Clock::now() + d;
+}
 
 /// Two agents with a pool of blocks each on one fake network.
 struct Pair {
@@ -44,8 +48,7 @@ struct Pair {
         static int count = 0;
         options.incarnation = std::to_string(::getpid()) + "-" + std::to_string(++count);
         return std::make_unique<Engine>(
-            name,
-            [name, network = network] { return std::make_unique<FakeDriver>(name, network); },
+            name, [name, network = network] { return std::make_unique<FakeDriver>(name, network); },
             options);
     }
     std::shared_ptr<Peer> connect(const std::string& incarnation) {
@@ -255,7 +258,8 @@ TEST_CASE("a killed peer ends all its transfers, and comes back as a new generat
     CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kDone));
 }
 
-TEST_CASE("connecting again to the same incarnation gives the same peer; to a live double, an error") {
+TEST_CASE(
+    "connecting again to the same incarnation gives the same peer; to a live double, an error") {
     Pair p;
     CHECK(p.connect("incarnation-1") == p.peer);
     CHECK_EQ(kind_of([&] { (void)p.connect("other"); }), "DuplicatePeerError");
@@ -385,4 +389,6 @@ TEST_CASE("nothing is left alive") {
     CHECK_EQ(alive(), 0);
 }
 
-int main() { return check::run(); }
+int main() {
+    return check::run();
+}
