@@ -560,9 +560,7 @@ def _find_spans(arrays: Sequence[_Array]) -> list[MemorySpan]:
         last_begin, last_end, last = joined[-1]
         same = (last[0].memory, last[0].device) == (members[0].memory, members[0].device)
         # Device memory of two allocations may adjoin, but is registered apart.
-        touches = begin < last_end or (
-            begin == last_end and members[0].memory is MemoryType.DRAM
-        )
+        touches = begin < last_end or (begin == last_end and members[0].memory is MemoryType.DRAM)
         if touches and same:
             joined[-1] = (last_begin, max(end, last_end), [*last, *members])
         else:

@@ -189,7 +189,16 @@ class TransferPlan:
     runs per block, not to the size of the pools.
     """
 
-    __slots__ = ("__weakref__", "_program", "groups", "local", "max_bytes", "memory", "program", "remote")
+    __slots__ = (
+        "__weakref__",
+        "_program",
+        "groups",
+        "local",
+        "max_bytes",
+        "memory",
+        "program",
+        "remote",
+    )
 
     local: Geometry
     remote: Geometry
