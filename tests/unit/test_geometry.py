@@ -343,6 +343,11 @@ def test_ambiguous_shapes() -> None:
         ({"x": array("KBHND")}, {"layers": [-1]}, r"layers is \[-1\]; expected 1 numbers from 0"),
         ({"x": array("KBHND")}, {"layers": [1.5]}, "layers is .* expected integers"),
         ({"x": array("LBHNC")}, {"axes": "LBHNC", "layers": [1, 2, 1]}, r"lists \[1\] more than"),
+        ({"x": array("KBHND")}, {"axes": None}, "axes is None; expected a str"),
+        ({"x": array("KBHND")}, {"indivisible": 1}, "indivisible is 1; expected a str"),
+        ({"x": array("KBHND")}, {"group": ""}, "cannot be sent: .*length >= 1.*name"),
+        ({"x" * 600: array("KBHND")}, {}, "cannot be sent: .*length <= 512"),
+        ({"x": array("KBHND")}, {"dtype": 5}, "cannot be sent: Expected `str`"),
         ({"x": array("KBHND")}, {"indivisible": "X"}, "indivisible is 'X'; expected different"),
         ({"x": array("KBHND")}, {"indivisible": "NN"}, "indivisible is 'NN'"),
         (

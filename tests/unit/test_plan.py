@@ -118,6 +118,11 @@ def test_a_pipeline_stage_takes_its_layers() -> None:
             assert (local[layer][0] == stage[layer][1]).all()
     assert len(read(stages[1], local, [2], [3]).descriptors([2], [3])[0])
     assert (stages[1][3][2] == local[3][3]).all()
+    stages_cache = KVCache.combine(
+        Made("KBHND", layers=(0,), group="a").cache, Made("KBHND", layers=(1,), group="b").cache
+    ).geometry
+    only_first = TransferPlan(stages_cache, stages_cache, layers=[0]).describe().groups[1]
+    assert (only_first.runs_per_block, only_first.shortest_run, only_first.longest_run) == (0, 0, 0)
     scattered = TransferPlan(local.geometry, local.geometry, layers=[3, 0, 1])
     assert scattered.describe().groups[0].bytes_per_block == 3 * 2 * HEADS * TOKENS * DIM * 2
 
