@@ -18,6 +18,8 @@
 
 namespace pynixlkv::kv {
 
+using pynixlkv::Row;
+
 enum class Side : std::size_t { kLocal, kRemote };
 
 /// Block tables of one group: entry i of a table holds the positions from start + i * unit on.

@@ -22,8 +22,9 @@ GUARD = 0xA5
 class Shape:
     """Description of one rank's cache.
 
-    `order` is the order of the axes in memory and `before`/`after` the unused entries around each
-    of them, so that the arrays become permuted and padded views.
+    `axes` are the dimensions of each tensor. `order` is the order of the axes in memory; an L
+    there that the axes lack makes the tensors views of one storage, one for each layer. `before`
+    and `after` are unused entries around an axis. So tensors become permuted and padded views.
     """
 
     axes: str
@@ -72,30 +73,37 @@ class Side:
         self.names = (
             ["all_layers"] if "L" in shape.axes else [f"layer.{layer}" for layer in shape.layers]
         )
-        order = shape.order or shape.axes
-        extents = [
+        self.order = shape.order or shape.axes
+        self.extents = [
             shape.before.get(axis, 0) + shape.extent(axis) + shape.after.get(axis, 0)
-            for axis in order
+            for axis in self.order
         ]
-        nbytes = int(np.prod(extents)) * shape.itemsize
+        nbytes = int(np.prod(self.extents)) * shape.itemsize
         garbage = np.random.default_rng(seed)
         self.buffers = []
-        for _ in self.names:
+        for _ in range(1 if "L" in self.order else len(shape.layers)):
             buffer = np.full(nbytes + 2 * GUARD_BYTES, GUARD, np.uint8)
             buffer[GUARD_BYTES:-GUARD_BYTES] = garbage.integers(0, 256, nbytes, np.uint8)
             self.buffers.append(buffer)
-        self._order, self._extents = order, extents
 
     def views(self, buffers: list[np.ndarray]) -> list[np.ndarray]:
-        """Return the arrays, in the axes' order, that lie in these buffers."""
+        """Return the tensors that lie in these buffers."""
         views = []
         for buffer in buffers:
-            whole = buffer[GUARD_BYTES:-GUARD_BYTES].view(self.dtype).reshape(self._extents)
-            for dim, axis in enumerate(self._order):
+            whole = buffer[GUARD_BYTES:-GUARD_BYTES].view(self.dtype).reshape(self.extents)
+            for dim, axis in enumerate(self.order):
                 first = self.shape.before.get(axis, 0)
-                entries = range(first, first + self.shape.extent(axis))
-                whole = whole[(slice(None),) * dim + (slice(entries.start, entries.stop),)]
-            views.append(whole.transpose([self._order.index(axis) for axis in self.shape.axes]))
+                whole = whole[
+                    (slice(None),) * dim + (slice(first, first + self.shape.extent(axis)),)
+                ]
+            if "L" in self.order and "L" not in self.shape.axes:
+                at = self.order.index("L")
+                order = self.order.replace("L", "")
+                for layer_idx in range(len(self.shape.layers)):
+                    one = whole[(slice(None),) * at + (layer_idx,)]
+                    views.append(one.transpose([order.index(axis) for axis in self.shape.axes]))
+            else:
+                views.append(whole.transpose([self.order.index(axis) for axis in self.shape.axes]))
         return views
 
     @property

@@ -1,0 +1,553 @@
+"""Plans between random pairs of layouts move what the reference says, and not one byte more.
+
+Run more examples with ``HYPOTHESIS_MAX_EXAMPLES=5000``; without it the tests stay fast.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import NamedTuple
+
+import numpy as np
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from pynixlkv.geometry import Geometry, KVCache
+from pynixlkv.plan import TransferPlan
+from pynixlkv.topology import held_heads, read_sources
+from pynixlkv.types import Operation
+
+from .reference import Shape, Side, apply, check_rows, expected_bytes
+
+PAIRED_AXES = ["KBHND", "KBNHD", "BKHND", "BKNHD", "BHKND", "BNKHD", "BHNC", "BNHC", "LBHNC"]
+LATENT_AXES = ["BND", "LBND", "BNHD"]
+# Letters for any other order.
+PAIRED_LETTERS = ["KBHND", "LKBHND", "BHNC", "LBHNC"]
+LATENT_LETTERS = ["BND", "LBND", "LBNHD"]
+
+many = settings(
+    max_examples=int(os.environ.get("HYPOTHESIS_MAX_EXAMPLES", "60")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What both sides agree on."""
+
+    kv_heads: int | None
+    num_layers: int
+    head_dim: int
+    itemsize: int
+    interleave: int
+
+
+class Ranks(NamedTuple):
+    """A group's tensor-parallel size, and the ways in which it shares tokens."""
+
+    size: int
+    dcp: int
+
+
+@st.composite
+def models(draw) -> Model:
+    return Model(
+        kv_heads=draw(st.sampled_from([None, 1, 2, 3, 4, 6, 8, 12])),
+        num_layers=draw(st.integers(1, 3)),
+        head_dim=draw(st.integers(1, 3)),
+        itemsize=draw(st.sampled_from([1, 2, 4, 8])),
+        interleave=draw(st.sampled_from([1, 1, 2])),
+    )
+
+
+@st.composite
+def groups(draw, kv_heads: int | None) -> Ranks:
+    heads = kv_heads or 1
+    divisors = [size for size in range(1, heads + 1) if heads % size == 0]
+    size = draw(st.sampled_from([*divisors, heads + 1, 2 * heads, 4 * heads]))
+    copies = max(1, size // heads) if size % heads == 0 else 1
+    return Ranks(size, draw(st.sampled_from([n for n in (1, 1, 2, 4) if copies % n == 0])))
+
+
+@st.composite
+def shapes(draw, model: Model, ranks: Ranks, rank: int, layers: tuple[int, ...]) -> Shape:
+    is_latent = model.kv_heads is None
+    heads = held_heads(rank, ranks.size, model.kv_heads)
+    if draw(st.booleans()):
+        axes = draw(st.sampled_from(LATENT_AXES if is_latent else PAIRED_AXES))
+    else:
+        letters = draw(st.sampled_from(LATENT_LETTERS if is_latent else PAIRED_LETTERS))
+        axes = "".join(draw(st.permutations(letters)))
+        if len(heads) == 1 and draw(st.booleans()):
+            axes = axes.replace("H", "")
+    # In memory in the same order, in another, or with all layers in one storage.
+    kind = draw(st.sampled_from(["as is", "permuted", "one storage"]))
+    letters = axes if kind != "one storage" or "L" in axes else "L" + axes
+    order = axes if kind == "as is" else "".join(draw(st.permutations(letters)))
+    block_size = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    # A turn of the context-parallel deal never ends inside a block.
+    block_size *= model.interleave // gcd(block_size, model.interleave)
+    padded = sorted(draw(st.sets(st.sampled_from(axes), max_size=2)))
+    return Shape(
+        axes=axes,
+        layers=layers,
+        heads=heads,
+        num_blocks=draw(st.integers(5, 8)),
+        block_size=block_size,
+        head_dim=model.head_dim,
+        itemsize=model.itemsize,
+        token_rank=rank % ranks.dcp,
+        token_ranks=ranks.dcp,
+        interleave=model.interleave,
+        order=order,
+        before={axis: draw(st.integers(0, 2)) for axis in padded},
+        after={axis: draw(st.integers(0, 2)) for axis in padded},
+    )
+
+
+@st.composite
+def layer_sets(draw, model: Model) -> tuple[int, ...]:
+    """A pipeline stage, whole models and scattered stages among them, in any order."""
+    layers = draw(st.sets(st.integers(0, model.num_layers - 1), min_size=1))
+    return tuple(draw(st.permutations(sorted(layers))))
+
+
+class Tables(NamedTuple):
+    """Block tables of one sequence, and the arguments that go with them."""
+
+    local_blocks: list[int]
+    remote_blocks: list[int]
+    local_start: int
+    remote_start: int
+    num_tokens: int | None
+
+    @property
+    def positions(self) -> range | None:
+        return None if self.num_tokens is None else range(self.num_tokens)
+
+    @property
+    def arguments(self) -> dict:
+        return {
+            "local_start": self.local_start,
+            "remote_start": self.remote_start,
+            "num_tokens": self.num_tokens,
+        }
+
+
+@st.composite
+def tables(draw, local: Shape, remote: Shape, *, at_most: int = 5) -> Tables:
+    """Tables that begin anywhere and reach the same position, which may be inside a block."""
+    units = [shape.block_size * shape.token_ranks for shape in (local, remote)]
+    starts = [unit * draw(st.integers(0, 3)) for unit in units]
+    longest = min(start + at_most * unit for start, unit in zip(starts, units, strict=True))
+    assume(longest > max(starts))
+    end = draw(st.integers(max(starts) + 1, longest))
+    counts = [-(-(end - start) // unit) for start, unit in zip(starts, units, strict=True)]
+    num_tokens = end if draw(st.booleans()) else None
+    blocks = []
+    for shape, count in zip((local, remote), counts, strict=True):
+        if num_tokens is not None:
+            count = draw(st.integers(count, min(count + 1, shape.num_blocks)))
+        pool = st.permutations(range(shape.num_blocks))
+        order = draw(st.sampled_from(["any", "up", "down"]))
+        chosen = draw(pool)[:count]
+        blocks.append(chosen if order == "any" else sorted(chosen, reverse=order == "down"))
+    return Tables(blocks[0], blocks[1], starts[0], starts[1], num_tokens)
+
+
+def cache_of(side: Side, model: Model, ranks: Ranks, rank: int) -> KVCache:
+    return KVCache.from_tensors(
+        side.tensors,
+        axes=side.shape.axes,
+        kv_heads=model.kv_heads,
+        tp=(rank, ranks.size),
+        dcp=(rank % ranks.dcp, ranks.dcp),
+        interleave=model.interleave,
+        layers=side.shape.layers,
+    )
+
+
+def assert_same(buffers: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for buffer, wanted in zip(buffers, expected, strict=True):
+        wrong = np.flatnonzero(buffer != wanted)
+        assert not wrong.size, f"{wrong.size} wrong bytes, first at offsets {wrong[:8].tolist()}"
+
+
+@many
+@given(data=st.data())
+def test_reading_from_every_source_completes_the_local_blocks(data) -> None:
+    """The whole path of a reader: choose sources, plan each, apply each, compare every byte."""
+    model = data.draw(models())
+    local_ranks, remote_ranks = data.draw(groups(model.kv_heads)), data.draw(groups(model.kv_heads))
+    rank = data.draw(st.integers(0, local_ranks.size - 1))
+    layers = data.draw(layer_sets(model))
+    remote_layers = data.draw(layer_sets(model))
+    common = sorted(set(layers) & set(remote_layers))
+    assume(common)
+    local = Side(data.draw(shapes(model, local_ranks, rank, layers)), seed=1)
+    max_bytes = data.draw(st.sampled_from([None, None, 1, 5, 8, 64]))
+    sources = read_sources(
+        model.kv_heads,
+        local=(rank, local_ranks.size),
+        remote_size=remote_ranks.size,
+        local_dcp=local_ranks.dcp,
+        remote_dcp=remote_ranks.dcp,
+    )
+    like = data.draw(shapes(model, remote_ranks, sources[0].rank, remote_layers))
+    table = data.draw(tables(local.shape, like))
+    local_cache = cache_of(local, model, local_ranks, rank)
+
+    expected = [buffer.copy() for buffer in local.buffers]
+    wholes = [buffer.copy() for buffer in local.buffers]
+    moved_elements = moved_bytes = 0
+    for number, source in enumerate(sources):
+        # One layout and one table on the whole remote side; heads and tokens as each rank has them.
+        shape = replace(
+            like,
+            heads=held_heads(source.rank, remote_ranks.size, model.kv_heads),
+            token_rank=source.rank % remote_ranks.dcp,
+        )
+        remote = Side(shape, seed=10 + number)
+        remote.fill(table.remote_blocks, table.remote_start)
+        before = [buffer.copy() for buffer in remote.buffers]
+        changed, moved = expected_bytes(
+            local,
+            remote,
+            table.local_blocks,
+            table.remote_blocks,
+            local_start=table.local_start,
+            remote_start=table.remote_start,
+            positions=table.positions,
+            heads=source.heads,
+            layers=common,
+        )
+        for buffer, change, whole in zip(expected, changed, wholes, strict=True):
+            buffer[change != whole] = change[change != whole]
+        remote_cache = cache_of(remote, model, remote_ranks, source.rank)
+        plan = TransferPlan(
+            local_cache.geometry,
+            Geometry.from_bytes(remote_cache.geometry.to_bytes()),
+            heads=source.heads,
+            layers=None if set(layers) <= set(remote_layers) else common,
+            max_bytes=max_bytes,
+        )
+        here, there = plan.descriptors(table.local_blocks, table.remote_blocks, **table.arguments)
+        check_rows(local, remote, here, there, max_bytes)
+        assert here[:, 1].sum() == moved * model.itemsize
+        apply(here, there)
+        assert_same(remote.buffers, before)
+        moved_elements += moved
+        moved_bytes += int(here[:, 1].sum())
+    assert_same(local.buffers, expected)
+
+    # The sources together give all that the tables have in common, and nothing twice.
+    unit = local.shape.block_size * local.shape.token_ranks
+    remote_unit = like.block_size * like.token_ranks
+    ends = [
+        table.local_start + unit * len(table.local_blocks),
+        table.remote_start + remote_unit * len(table.remote_blocks),
+        *([table.num_tokens] if table.num_tokens is not None else []),
+    ]
+    positions = range(max(table.local_start, table.remote_start), min(ends))
+    mine = [
+        position
+        for table_idx in range(len(table.local_blocks))
+        for slot in range(local.shape.block_size)
+        if (position := local.shape.position(table.local_start, table_idx, slot)) in positions
+    ]
+    per_token = len(common) * (2 if local.shape.has_values else 1) * model.head_dim
+    assert moved_elements == len(mine) * per_token * len(local.shape.heads)
+    assert moved_bytes == moved_elements * model.itemsize
+
+
+class Pair(NamedTuple):
+    """Two single ranks that hold the same, and a plan between them."""
+
+    model: Model
+    local: Side
+    remote: Side
+    plan: TransferPlan
+    max_bytes: int | None
+
+
+@st.composite
+def pairs(draw, *, same_blocks: bool = False) -> Pair:
+    """Whole caches on both sides, in layouts of their own."""
+    model = draw(models())
+    alone = Ranks(1, 1)
+    layers = tuple(range(model.num_layers))
+    here, there = (draw(shapes(model, alone, 0, layers)) for _ in range(2))
+    if same_blocks:
+        there = replace(there, block_size=here.block_size)
+    local, remote = Side(here, seed=1), Side(there, seed=2)
+    max_bytes = draw(st.sampled_from([None, None, 3, 16]))
+    plan = TransferPlan(
+        cache_of(local, model, alone, 0).geometry,
+        cache_of(remote, model, alone, 0).geometry,
+        max_bytes=max_bytes,
+    )
+    return Pair(model, local, remote, plan, max_bytes)
+
+
+@many
+@given(data=st.data())
+def test_writing_moves_the_same_the_other_way(data) -> None:
+    _, local, remote, plan, max_bytes = data.draw(pairs())
+    table = data.draw(tables(local.shape, remote.shape))
+    local.fill(table.local_blocks, table.local_start)
+    before = [buffer.copy() for buffer in local.buffers]
+    expected, _ = expected_bytes(
+        remote,
+        local,
+        table.remote_blocks,
+        table.local_blocks,
+        local_start=table.remote_start,
+        remote_start=table.local_start,
+        positions=table.positions,
+    )
+    rows = plan.descriptors(
+        table.local_blocks, table.remote_blocks, **table.arguments, operation=Operation.WRITE
+    )
+    check_rows(local, remote, *rows, max_bytes)
+    apply(*rows, write=True)
+    assert_same(remote.buffers, expected)
+    assert_same(local.buffers, before)
+
+
+@many
+@given(data=st.data())
+def test_the_order_of_block_pairs_changes_nothing(data) -> None:
+    _, local, remote, plan, _ = data.draw(pairs(same_blocks=True))
+    count = data.draw(st.integers(1, 5))
+    local_blocks = data.draw(st.permutations(range(local.shape.num_blocks)))[:count]
+    shift = data.draw(st.integers(0, remote.shape.num_blocks - 1))
+    remote_blocks = [(block + shift) % remote.shape.num_blocks for block in local_blocks]
+    assume(len(set(remote_blocks)) == count)
+    rows = plan.descriptors(local_blocks, remote_blocks)
+    in_order = sorted(zip(local_blocks, remote_blocks, strict=True))
+    again = plan.descriptors(*(list(blocks) for blocks in zip(*in_order, strict=True)))
+    assert rows[0].tolist() == again[0].tolist()
+    assert rows[1].tolist() == again[1].tolist()
+
+
+@many
+@given(data=st.data())
+def test_coverage_says_what_can_be_moved(data) -> None:
+    """Tables of any length: coverage agrees with a count by hand, and what it names moves."""
+    _, local, remote, plan, max_bytes = data.draw(pairs())
+    sides = (local.shape, remote.shape)
+    starts = [shape.block_size * data.draw(st.integers(0, 3)) for shape in sides]
+    blocks = [
+        data.draw(st.permutations(range(shape.num_blocks)))[: data.draw(st.integers(0, 5))]
+        for shape in sides
+    ]
+    num_tokens = data.draw(st.one_of(st.none(), st.integers(0, 40)))
+
+    def positions_of(side: int, idx: int) -> set[int]:
+        first = starts[side] + idx * sides[side].block_size
+        return set(range(first, first + sides[side].block_size))
+
+    covered = [
+        set().union(*(positions_of(side, idx) for idx in range(len(blocks[side]))))
+        for side in range(2)
+    ]
+    common = covered[0] & covered[1]
+    if num_tokens is not None:
+        common &= set(range(num_tokens))
+    touched = [
+        [idx for idx in range(len(blocks[side])) if positions_of(side, idx) & common]
+        for side in range(2)
+    ]
+
+    coverage = plan.coverage(
+        *blocks, num_tokens=num_tokens, local_start=starts[0], remote_start=starts[1]
+    )
+    assert set(coverage.tokens) == common
+    assert list(coverage.local) == touched[0]
+    assert list(coverage.remote) == touched[1]
+    for side, only in enumerate((coverage.local_only, coverage.remote_only)):
+        assert sorted([*only, *touched[side]]) == list(range(len(blocks[side])))
+
+    # Cut the tables to it and move.
+    kept = [[blocks[side][idx] for idx in touched[side]] for side in range(2)]
+    if common:
+        starts = [starts[side] + touched[side][0] * sides[side].block_size for side in range(2)]
+    remote.fill(kept[1], starts[1])
+    expected, _ = expected_bytes(
+        local,
+        remote,
+        *kept,
+        local_start=starts[0],
+        remote_start=starts[1],
+        positions=coverage.tokens,
+    )
+    rows = plan.descriptors(
+        *kept, local_start=starts[0], remote_start=starts[1], num_tokens=coverage.tokens.stop
+    )
+    check_rows(local, remote, *rows, max_bytes)
+    apply(*rows)
+    assert_same(local.buffers, expected)
+
+
+@many
+@given(data=st.data())
+def test_the_description_adds_up(data) -> None:
+    model, local, remote, plan, _ = data.draw(pairs(same_blocks=True))
+    table = data.draw(tables(local.shape, remote.shape))
+    rows, _ = plan.descriptors(table.local_blocks, table.remote_blocks, **table.arguments)
+    description = plan.describe(table.local_blocks, table.remote_blocks, **table.arguments)
+    assert description.num_bytes == rows[:, 1].sum()
+    assert description.num_rows == len(rows)
+    (group,) = description.groups
+    elements = model.num_layers * (2 if local.shape.has_values else 1) * model.head_dim
+    elements *= len(local.shape.heads) * local.shape.block_size
+    assert group.bytes_per_block == elements * model.itemsize
+    assert group.shortest_run * group.runs_per_block <= group.bytes_per_block
+    assert group.longest_run * group.runs_per_block >= group.bytes_per_block
+    assert group.shortest_run % model.itemsize == 0
+    assert 1 <= group.best_runs_per_block <= group.bytes_per_block
+
+
+@many
+@given(data=st.data())
+def test_groups_have_tables_of_their_own(data) -> None:
+    """Attention layers, a latent draft and state in one plan: each moves by its own table."""
+    names = data.draw(st.permutations(["attention", "draft", "state"]))
+    kinds = {}
+    for seed, name in enumerate(names):
+        model = data.draw(models())
+        if name == "draft":
+            model = replace(model, kv_heads=None)
+        elif name == "attention":
+            model = replace(model, kv_heads=data.draw(st.sampled_from([1, 2, 4])))
+        layers = tuple(range(seed, seed + model.num_layers))
+        here, there = (data.draw(shapes(model, Ranks(1, 1), 0, layers)) for _ in range(2))
+        if name == "state":
+            # Moved block by block: no token axis, and entry i of a table pairs with entry i.
+            axes = "HBD" if model.kv_heads else "BD"
+            heads = range(model.kv_heads or 1)
+            here, there = (
+                Shape(axes, layers, heads, shape.num_blocks, 1, model.head_dim, model.itemsize)
+                for shape in (here, there)
+            )
+        kinds[name] = (model, Side(here, seed), Side(there, seed + 10))
+    caches = [
+        KVCache.combine(
+            *(
+                KVCache.from_tensors(
+                    kinds[name][side].tensors,
+                    axes=kinds[name][side].shape.axes,
+                    kv_heads=kinds[name][0].kv_heads,
+                    layers=kinds[name][side].shape.layers,
+                    group=name,
+                )
+                for name in order
+            )
+        )
+        for side, order in ((1, names), (2, sorted(names)))
+    ]
+    plan = TransferPlan(caches[0].geometry, caches[1].geometry)
+    assert set(plan.groups) == set(names)
+
+    wanted, blocks, arguments = {}, ({}, {}), {"local_start": {}, "remote_start": {}}
+    num_tokens = {}
+    for name, (_, local, remote) in kinds.items():
+        if name == "state":
+            count = data.draw(st.integers(0, 5))
+            table = Tables(
+                *(
+                    data.draw(st.permutations(range(side.shape.num_blocks)))[:count]
+                    for side in (local, remote)
+                ),
+                0,
+                0,
+                None,
+            )
+        else:
+            table = data.draw(tables(local.shape, remote.shape))
+        remote.fill(table.remote_blocks, table.remote_start)
+        wanted[name], _ = expected_bytes(
+            local,
+            remote,
+            table.local_blocks,
+            table.remote_blocks,
+            local_start=table.local_start,
+            remote_start=table.remote_start,
+            positions=table.positions,
+        )
+        blocks[0][name], blocks[1][name] = table.local_blocks, table.remote_blocks
+        arguments["local_start"][name] = table.local_start
+        arguments["remote_start"][name] = table.remote_start
+        if table.num_tokens is not None:
+            num_tokens[name] = table.num_tokens
+    rows = plan.descriptors(*blocks, num_tokens=num_tokens, **arguments)
+    starts = rows[0][:, 0].tolist()
+    assert starts == sorted(starts)
+    apply(*rows)
+    for name, (_, local, _) in kinds.items():
+        assert_same(local.buffers, wanted[name])
+
+
+@many
+@given(data=st.data())
+def test_an_indivisible_token_axis_moves_whole_blocks(data) -> None:
+    """Pages that may be cut by head but not by token: a tail is rounded up to the block."""
+    model = replace(data.draw(models()), interleave=1)
+    kv_heads = data.draw(st.sampled_from([2, 4, 6]))
+    model = replace(model, kv_heads=kv_heads)
+    size, remote_size = (data.draw(st.sampled_from([1, 2, 2 * kv_heads])) for _ in range(2))
+    block_size = data.draw(st.integers(1, 5))
+    rank = data.draw(st.integers(0, size - 1))
+    layers = tuple(range(model.num_layers))
+
+    def side_of(rank: int, size: int, seed: int) -> tuple[Side, KVCache]:
+        shape = Shape(
+            axes="BHNC",
+            layers=layers,
+            heads=held_heads(rank, size, kv_heads),
+            num_blocks=6,
+            block_size=block_size,
+            head_dim=model.head_dim,
+            itemsize=model.itemsize,
+            # What is outside the token axis may differ.
+            order=data.draw(st.sampled_from(["BHNC", "HBNC", "LBHNC", "BLHNC", "BHLNC"])),
+        )
+        side = Side(shape, seed)
+        cache = KVCache.from_tensors(
+            side.tensors,
+            axes="BHNC",
+            kv_heads=kv_heads,
+            tp=(rank, size),
+            layers=layers,
+            indivisible="N",
+        )
+        return side, cache
+
+    local, local_cache = side_of(rank, size, 1)
+    table = data.draw(tables(local.shape, local.shape))
+    expected = [buffer.copy() for buffer in local.buffers]
+    wholes = [buffer.copy() for buffer in local.buffers]
+    for source in read_sources(kv_heads, local=(rank, size), remote_size=remote_size):
+        remote, remote_cache = side_of(source.rank, remote_size, 2)
+        remote.fill(table.remote_blocks, table.remote_start)
+        end = table.num_tokens
+        changed, _ = expected_bytes(
+            local,
+            remote,
+            table.local_blocks,
+            table.remote_blocks,
+            local_start=table.local_start,
+            remote_start=table.remote_start,
+            positions=None if end is None else range(-(-end // block_size) * block_size),
+            heads=source.heads,
+        )
+        for buffer, change, whole in zip(expected, changed, wholes, strict=True):
+            buffer[change != whole] = change[change != whole]
+        plan = TransferPlan(local_cache.geometry, remote_cache.geometry, heads=source.heads)
+        rows = plan.descriptors(table.local_blocks, table.remote_blocks, **table.arguments)
+        check_rows(local, remote, *rows, None)
+        apply(*rows)
+    assert_same(local.buffers, expected)
