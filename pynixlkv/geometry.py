@@ -651,6 +651,10 @@ class KVCache:
             tuple(AddressRange(s.address, s.nbytes, s.memory, s.device) for s in self.spans),
             tuple(self._finish(draft) for draft in drafts),
         )
+        try:  # what a peer would refuse is refused here
+            msgspec.convert(msgspec.to_builtins(self.geometry), Geometry)
+        except msgspec.ValidationError as error:
+            raise LayoutError(f"the geometry cannot be sent: {error}") from error
 
     def _finish(self, draft: _Draft) -> Group:
         regions = []
@@ -751,6 +755,10 @@ class KVCache:
                 f"tensors is a {type(tensors).__name__} without entries; expected a mapping of "
                 "layer name to tensor"
             )
+        texts: dict[str, object] = {"axes": axes, "group": group, "indivisible": indivisible}
+        for what, text in texts.items():
+            if not isinstance(text, str):
+                raise LayoutError(f"{what} is {text!r}; expected a str")
         tp, dcp = _pair("tp", tp), _pair("dcp", dcp)
         held = held_heads(*tp, kv_heads)
         boxes = [_read_layer(str(name), value, axes) for name, value in entries]

@@ -454,8 +454,8 @@ class TransferPlan:
                     group=name,
                     bytes_per_block=num_bytes,
                     runs_per_block=runs.size,
-                    shortest_run=int(runs.min()),
-                    longest_run=int(runs.max()),
+                    shortest_run=int(runs.min(initial=num_bytes)),
+                    longest_run=int(runs.max(initial=0)),
                     best_runs_per_block=-(-num_bytes // limit),
                 )
             )
