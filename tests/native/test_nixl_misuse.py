@@ -210,7 +210,7 @@ def test_b089_a_forked_child_is_refused_and_the_parent_goes_on(one):
         ):
             try:
                 use()
-            except Exception as error:  # noqa: PERF203
+            except Exception as error:
                 answers.append(type(error).__name__)
             else:
                 answers.append("nothing")
