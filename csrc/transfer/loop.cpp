@@ -28,9 +28,6 @@ constexpr auto kLinger = milliseconds(2);
 /// A notification this long after the last ring came from a sender that does not ring.
 constexpr auto kRingIsOld = milliseconds(50);
 
-return std::chrono::duration_cast<nanoseconds>(d).count();
-}
-
 std::string bytes_text(std::uint64_t bytes) {
     char text[32];
     if (bytes >= (1U << 20U)) {
