@@ -5,6 +5,7 @@ The only module that looks for them. Nothing here imports torch or NIXL's own Py
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import re
@@ -12,23 +13,27 @@ import subprocess
 import sys
 import threading
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pynixlkv.errors import LibraryNotFoundError, LibraryVersionError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-    from pynixlkv._native import NixlLibrary
+    from pynixlkv._native import NixlLibrary, UcxLibrary
 
 __all__ = [
+    "LibraryLocation",
     "LoadedLibrary",
     "NativeReport",
-    "NixlLocation",
     "PluginReport",
     "find_nixl",
+    "find_ucx",
     "load_nixl",
+    "load_ucx",
     "native_report",
 ]
 
@@ -36,19 +41,28 @@ NIXL_VARIABLE = "PYNIXLKV_NIXL_LIBRARY"
 NIXL_DISTRIBUTIONS = ("nixl-cu12", "nixl-cu13")
 NIXL_LIBRARY = "libnixl_capi.so"
 NIXL_MINIMUM = "1.0.1"
+UCX_VARIABLE = "PYNIXLKV_UCX_LIBRARY"
+UCX_DISTRIBUTIONS = ("libucx-cu12", "libucx-cu13")
+UCX_LIBRARY = "libucp.so.0"
+UCX_MINIMUM = "1.18"
+# The wheel's own loader opens these names, in this order; the names with version numbers are copies
+# of the files, which would be loaded once more.
+_UCX_WHEEL_LIBRARIES = ("libucs.so", "libucs_signal.so", "libuct.so", "libucp.so")
+# NIXL's wheels carry a UCX of their own under names with a hash.
+_UCX_IN_NIXL = "libucp-*.so*"
 _SYSTEM_PREFIXES = ("/usr/local", "/usr", "/opt/nvidia/nvda_nixl", "/usr/local/nixl")
 _REPORTED = re.compile(r"lib(nixl|uc[mpst])[^/]*\.so[^/]*$")
 _PROBE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class NixlLocation:
-    """Where a NIXL library is.
+class LibraryLocation:
+    """Where a native library is.
 
     Parameters
     ----------
     path : str
-        File of the C interface, or a bare name for the dynamic loader to find.
+        Its file.
     version : str
         Version of the package that it came with; empty where nothing tells.
     origin : str
@@ -104,8 +118,10 @@ class NativeReport:
 
     Parameters
     ----------
-    nixl : NixlLocation or None
-        The library that the first agent will use or has used.
+    nixl : LibraryLocation or None
+        The NIXL that the first `NixlAgent` will use or has used.
+    ucx : LibraryLocation or None
+        The UCX that the first `UcxAgent` will use or has used.
     loaded : tuple of LoadedLibrary
         Every NIXL and UCX library that is mapped into this process.
     ucx_version : str
@@ -121,7 +137,8 @@ class NativeReport:
         What is missing or does not work, and how to get it.
     """
 
-    nixl: NixlLocation | None
+    nixl: LibraryLocation | None
+    ucx: LibraryLocation | None
     loaded: tuple[LoadedLibrary, ...]
     ucx_version: str
     plugins: tuple[PluginReport, ...]
@@ -134,12 +151,12 @@ class NativeReport:
         return asdict(self)
 
 
-def _pip_command() -> str:
-    cuda = _torch_cuda_major() or "12"
-    name = f"nixl-cu{cuda}"
-    if name not in NIXL_DISTRIBUTIONS:
-        name = NIXL_DISTRIBUTIONS[0]
-    return f'pip install "{name}>={NIXL_MINIMUM}"'
+def _pip_command(
+    distributions: tuple[str, ...] = NIXL_DISTRIBUTIONS, minimum: str = NIXL_MINIMUM
+) -> str:
+    cuda = _torch_cuda_major()
+    fitting = [name for name in distributions if name.endswith(f"-cu{cuda}")]
+    return f'pip install "{(fitting or distributions)[0]}>={minimum}"'
 
 
 def _torch_cuda_major() -> str | None:
@@ -153,61 +170,63 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match.group().split(".")) if match else ()
 
 
-def _from_variable(value: str, tried: list[str]) -> NixlLocation:
+def _from_variable(variable: str, library: str, tried: list[str]) -> Iterator[LibraryLocation]:
+    value = os.environ.get(variable)
+    if not value:
+        return
     path = Path(value)
     if path.is_dir():
-        path /= NIXL_LIBRARY
-    tried.append(f"{path} (from {NIXL_VARIABLE})")
+        path /= library
+    tried.append(f"{path} (from {variable})")
     if not path.is_file():
         raise LibraryNotFoundError(
-            f"{NIXL_VARIABLE} is {value!r}, but there is no {path}; point it to {NIXL_LIBRARY} or "
+            f"{variable} is {value!r}, but there is no {path}; point it to {library} or "
             "to the directory that holds it, or unset it"
         )
-    return NixlLocation(str(path), _version_of(path), NIXL_VARIABLE)
+    yield LibraryLocation(str(path), _version_of(path), variable)
 
 
-def _from_distributions(tried: list[str]) -> Iterator[NixlLocation]:
+def _from_distributions(
+    names: Iterable[str], library: str, needs: str, tried: list[str]
+) -> Iterator[LibraryLocation]:
+    """Look for a file, named by a pattern, in distributions; first for torch's version of CUDA."""
     cuda = _torch_cuda_major()
-    names = sorted(NIXL_DISTRIBUTIONS, key=lambda name: name != f"nixl-cu{cuda}")
-    for name in names:
+    for name in sorted(names, key=lambda name: not name.endswith(f"-cu{cuda}")):
         try:
             distribution = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
             tried.append(f"distribution {name}: not installed")
             continue
-        found = [file for file in distribution.files or () if file.name == NIXL_LIBRARY]
+        found = [file for file in distribution.files or () if fnmatch(file.name, library)]
         path = Path(str(distribution.locate_file(found[0]))) if found else None
         if path is None or not path.is_file():
-            tried.append(
-                f"distribution {name} {distribution.version}: has no {NIXL_LIBRARY} (needs "
-                f"{NIXL_MINIMUM} or newer)"
-            )
+            tried.append(f"distribution {name} {distribution.version}: has no {library}{needs}")
             continue
         tried.append(f"{path} (distribution {name} {distribution.version})")
-        yield NixlLocation(str(path), distribution.version, name)
+        yield LibraryLocation(str(path), distribution.version, name)
 
 
-def _from_system(tried: list[str]) -> Iterator[NixlLocation]:
+def _from_system(library: str, tried: list[str]) -> Iterator[LibraryLocation]:
     directories = [d for d in os.environ.get("LD_LIBRARY_PATH", "").split(":") if d]
     for prefix in _SYSTEM_PREFIXES:
         directories += [f"{prefix}/lib", f"{prefix}/lib64", f"{prefix}/lib/{_multiarch()}"]
     for directory in directories:
-        path = Path(directory) / NIXL_LIBRARY
+        path = Path(directory) / library
         tried.append(str(path))
         if path.is_file():
-            yield NixlLocation(str(path), "", "system")
+            yield LibraryLocation(str(path), "", "system")
 
 
 def _multiarch() -> str:
     return f"{os.uname().machine}-linux-gnu"
 
 
-def find_nixl() -> NixlLocation:
+def find_nixl() -> LibraryLocation:
     """Find NIXL's C interface without opening it.
 
     Returns
     -------
-    NixlLocation
+    LibraryLocation
         The first of: the file or directory in the environment variable
         ``PYNIXLKV_NIXL_LIBRARY``; an installed distribution ``nixl-cu12`` or ``nixl-cu13``, first
         the one for the CUDA version of torch if torch has been imported; ``LD_LIBRARY_PATH`` and
@@ -225,25 +244,63 @@ def find_nixl() -> NixlLocation:
     Reads files only. Safe from several threads.
     """
     tried: list[str] = []
-    value = os.environ.get(NIXL_VARIABLE)
-    if value:
-        return _from_variable(value, tried)
-    for candidates in (_from_distributions(tried), _from_system(tried)):
-        for location in candidates:
-            if location.version and _release(location.version) < _release(NIXL_MINIMUM):
-                raise LibraryVersionError(
-                    f"{location.path} is of {location.origin} {location.version}; pynixlkv needs "
-                    f"{NIXL_MINIMUM} or newer: {_pip_command()}"
-                )
-            return location
+    needs = f" (needs {NIXL_MINIMUM} or newer)"
+    for location in chain(
+        _from_variable(NIXL_VARIABLE, NIXL_LIBRARY, tried),
+        _from_distributions(NIXL_DISTRIBUTIONS, NIXL_LIBRARY, needs, tried),
+        _from_system(NIXL_LIBRARY, tried),
+    ):
+        if location.origin in NIXL_DISTRIBUTIONS and _release(location.version) < _release(
+            NIXL_MINIMUM
+        ):
+            raise LibraryVersionError(
+                f"{location.path} is of {location.origin} {location.version}; pynixlkv needs "
+                f"{NIXL_MINIMUM} or newer: {_pip_command()}"
+            )
+        return location
     raise LibraryNotFoundError(
         f"NIXL was not found. Install it with: {_pip_command()} (or set {NIXL_VARIABLE} to "
         f"{NIXL_LIBRARY} or its directory). Tried:\n  " + "\n  ".join(tried)
     )
 
 
+def find_ucx() -> LibraryLocation:
+    """Find UCX's libucp without opening it.
+
+    Returns
+    -------
+    LibraryLocation
+        The first of: the file or directory in the environment variable ``PYNIXLKV_UCX_LIBRARY``;
+        an installed distribution ``libucx-cu12`` or ``libucx-cu13``; the UCX inside an installed
+        ``nixl-cu12`` or ``nixl-cu13``; ``LD_LIBRARY_PATH`` and the usual system directories. Of
+        distributions, the one for the CUDA version of an imported torch comes first.
+
+    Raises
+    ------
+    LibraryNotFoundError
+        If there is none; names every path tried and the command that installs it.
+
+    Notes
+    -----
+    Reads files only. Safe from several threads. The ``libucx`` distributions have no InfiniBand;
+    the UCX inside NIXL's and most systems' do.
+    """
+    tried: list[str] = []
+    for location in chain(
+        _from_variable(UCX_VARIABLE, UCX_LIBRARY, tried),
+        _from_distributions(UCX_DISTRIBUTIONS, _UCX_WHEEL_LIBRARIES[-1], "", tried),
+        _from_distributions(NIXL_DISTRIBUTIONS, _UCX_IN_NIXL, "", tried),
+        _from_system(UCX_LIBRARY, tried),
+    ):
+        return location
+    raise LibraryNotFoundError(
+        f"UCX was not found. Install it with: {_pip_command(UCX_DISTRIBUTIONS, UCX_MINIMUM)} (or set {UCX_VARIABLE} to "
+        f"{UCX_LIBRARY} or its directory). Tried:\n  " + "\n  ".join(tried)
+    )
+
+
 _lock = threading.Lock()
-_loaded: tuple[NixlLocation, NixlLibrary] | None = None
+_loaded: tuple[LibraryLocation, NixlLibrary] | None = None
 
 
 def load_nixl() -> NixlLibrary:
@@ -289,6 +346,53 @@ def nixl_version() -> str:
     library = load_nixl()
     location = _loaded[0] if _loaded is not None else None
     return (location.version if location is not None else "") or library.version or "unknown"
+
+
+_loaded_ucx: tuple[LibraryLocation, UcxLibrary] | None = None
+
+
+def load_ucx() -> UcxLibrary:
+    """Open UCX once and return it.
+
+    Returns
+    -------
+    UcxLibrary
+        The same object on every call of a process, whatever the environment says later.
+
+    Raises
+    ------
+    LibraryNotFoundError
+        As `find_ucx`, or if the dynamic loader cannot open the file.
+    LibraryVersionError
+        If it is older than UCX 1.18 or a function is missing.
+
+    Notes
+    -----
+    Symbols stay local, so that it meets no other UCX of the process. Starts no thread and opens no
+    device. Safe from several threads.
+    """
+    global _loaded_ucx
+    from pynixlkv._native import UcxLibrary
+
+    with _lock:
+        if _loaded_ucx is None:
+            location = find_ucx()
+            path = Path(location.path)
+            try:
+                if path.name == _UCX_WHEEL_LIBRARIES[-1]:
+                    for name in _UCX_WHEEL_LIBRARIES[:-1]:
+                        if path.with_name(name).is_file():
+                            ctypes.CDLL(str(path.with_name(name)), ctypes.RTLD_LOCAL)
+                library = UcxLibrary(location.path)
+            except (LibraryNotFoundError, OSError) as error:
+                kind = type(error) if isinstance(error, LibraryNotFoundError) else None
+                about = f"{location.origin} {location.version}".rstrip()
+                raise (kind or LibraryNotFoundError)(
+                    f"{error} (found through {about}); pynixlkv needs UCX {UCX_MINIMUM} or newer: "
+                    + _pip_command(UCX_DISTRIBUTIONS, UCX_MINIMUM)
+                ) from error
+            _loaded_ucx = (location, library)
+        return _loaded_ucx[1]
 
 
 def _version_of(path: Path) -> str:
@@ -383,28 +487,32 @@ def native_report() -> NativeReport:
     Blocks for a second or two: a process of its own loads every NIXL plugin and opens every UCX
     transport. This process only reads files; it loads nothing.
     """
-    loaded = _loaded_libraries()
+    missing: list[str] = []
     with _lock:
-        known = _loaded
+        known, known_ucx = _loaded, _loaded_ucx
+    nixl = ucx = None
+    try:
+        ucx = known_ucx[0] if known_ucx else find_ucx()
+    except LibraryNotFoundError as error:
+        missing.append(f"UCX: {error}")
+    probed = _ProbeResult((), "", ())
     try:
         nixl = known[0] if known else find_nixl()
-    except LibraryNotFoundError as error:
-        return NativeReport(None, loaded, "", (), (), (), (f"NIXL: {error}",))
-    try:
         probed = _probe(nixl.path)
-    except (LibraryVersionError, subprocess.TimeoutExpired, ValueError) as error:
-        return NativeReport(nixl, loaded, "", (), (), (), (f"NIXL: {error}",))
-    missing = _missing(probed.transports)
-    missing += [f"NIXL plugin {p.name}: {p.problem}" for p in probed.plugins if p.problem]
+    except (LibraryNotFoundError, subprocess.TimeoutExpired, ValueError) as error:
+        missing.insert(0, f"NIXL: {error}")
+    else:
+        missing += _missing(probed.transports)
+        missing += [f"NIXL plugin {p.name}: {p.problem}" for p in probed.plugins if p.problem]
     has_cuda = any(transport.startswith("cuda") for transport in probed.transports)
     declared = {memory for p in probed.plugins if not p.problem for memory in p.memory_types}
-    works = tuple(sorted(m for m in declared if m != "VRAM" or has_cuda))
     return NativeReport(
-        nixl,
-        loaded,
-        probed.ucx_version,
-        probed.plugins,
-        probed.transports,
-        works,
-        tuple(missing),
+        nixl=nixl,
+        ucx=ucx,
+        loaded=_loaded_libraries(),
+        ucx_version=probed.ucx_version,
+        plugins=probed.plugins,
+        transports=probed.transports,
+        memory_types=tuple(sorted(m for m in declared if m != "VRAM" or has_cuda)),
+        missing=tuple(missing),
     )

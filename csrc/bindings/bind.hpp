@@ -10,5 +10,6 @@ void bind_base(pybind11::module_& m);
 void bind_buffer(pybind11::module_& m);
 void bind_nixl(pybind11::module_& m);
 void bind_transfer(pybind11::module_& m);
+void bind_ucx(pybind11::module_& m);
 
 }  // namespace pynixlkv::bindings

@@ -19,6 +19,7 @@
 #include "nixl/library.hpp"
 #include "transfer/engine.hpp"
 #include "transfer/fake_driver.hpp"
+#include "ucx/driver.hpp"
 
 namespace py = pybind11;
 
@@ -342,6 +343,22 @@ void bind_transfer(py::module_& m) {
         },
         py::arg("name"), py::arg("incarnation"), py::arg("library"), py::arg("backend"),
         py::arg("backend_params"), py::arg("progress_thread"), py::arg("progress_delay_us"));
+
+    m.def(
+        "ucx_engine",
+        [](const std::string& name, const py::bytes& incarnation,
+           const Shared<ucx::Context>& context) {
+            EngineOptions options;
+            options.incarnation = std::string(incarnation);
+            const py::gil_scoped_release release;
+            return std::make_shared<Engine>(
+                name,
+                [context = context.ptr(), name] {
+                    return std::make_unique<ucx::UcxDriver>(context, name);
+                },
+                options);
+        },
+        py::arg("name"), py::arg("incarnation"), py::arg("context"));
 }
 
 }  // namespace pynixlkv::bindings

@@ -23,5 +23,6 @@ PYBIND11_MODULE(_native, m) {
     pynixlkv::bindings::bind_base(m);
     pynixlkv::bindings::bind_buffer(m);
     pynixlkv::bindings::bind_nixl(m);
+    pynixlkv::bindings::bind_ucx(m);
     pynixlkv::bindings::bind_transfer(m);
 }

@@ -119,8 +119,15 @@ class Driver {
 
     /// Send a notification. Returning means queued in order after what has ended before.
     virtual void notify(Connection& connection, const std::string& message) = 0;
-    /// Progress the library and append what has arrived.
+    /// Progress the library and append what has arrived. Called in every round of the engine.
     virtual void receive(std::vector<Notification>& into) = 0;
+
+    /// A descriptor that is readable when the library has something to do; -1 if it has none, and
+    /// must be asked at intervals.
+    [[nodiscard]] virtual int event_fd() { return -1; }
+    /// Called before the engine sleeps on the descriptor.
+    /// @return false if there is something to do right now
+    [[nodiscard]] virtual bool arm() { return true; }
 };
 
 inline std::unique_ptr<Operation> Driver::make(Connection& /*connection*/, Op /*op*/,

@@ -194,7 +194,7 @@ struct EngineOptions {
     /// Longest pause of an idle engine when senders may be out of the doorbell's reach: the bound
     /// on how late a notification of theirs is seen.
     std::chrono::microseconds poll{1000};
-    /// The same when all senders are known to ring.
+    /// The same when all senders are known to ring, or the library gives events.
     std::chrono::microseconds rung_poll{20000};
     /// Most bytes and rows that one native request gets; larger transfers are several of them, so
     /// that deadlines and other transfers get their turn.

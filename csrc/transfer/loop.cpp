@@ -534,14 +534,18 @@ void Loop::pause(bool busy) {
         std::this_thread::yield();
         return;
     } else {
+        const bool is_told = all_ring_ || driver_->event_fd() >= 0;
         nap = quiet_for < kLinger ? Clock::duration(kNapWithWork)
-                                  : Clock::duration(all_ring_ ? options_.rung_poll : options_.poll);
+                                  : Clock::duration(is_told ? options_.rung_poll : options_.poll);
     }
     sleep(nap);
 }
 
 /// Sleep until there is something to do, somebody rings, or the time is over.
 void Loop::sleep(Clock::duration longest) {
+    if (!driver_->arm()) {
+        return;
+    }
     {
         const std::lock_guard lock(mutex_);
         if (!commands_.empty() || !queued_.empty() || (closing_ && active_.empty()) || stop_) {
@@ -549,7 +553,9 @@ void Loop::sleep(Clock::duration longest) {
         }
         asleep_ = true;
     }
-    std::array<pollfd, 2> fds{pollfd{woken_.fd(), POLLIN, 0}, pollfd{doorbell_.fd(), POLLIN, 0}};
+    // A descriptor of -1 is never ready.
+    std::array<pollfd, 3> fds{pollfd{woken_.fd(), POLLIN, 0}, pollfd{doorbell_.fd(), POLLIN, 0},
+                              pollfd{driver_->event_fd(), POLLIN, 0}};
     const timespec timeout{0, static_cast<long>(std::min(ns(longest), std::int64_t{999'999'999}))};
     const bool woken = ::ppoll(fds.data(), fds.size(), &timeout, nullptr) > 0;
     {

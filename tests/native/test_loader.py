@@ -152,7 +152,7 @@ def test_the_variable_wins_and_takes_a_file_or_a_directory(monkeypatch, install,
     for value in (library, library.parent):
         monkeypatch.setenv("PYNIXLKV_NIXL_LIBRARY", str(value))
         location = _loader.find_nixl()
-        assert location == _loader.NixlLocation(str(library), "", "PYNIXLKV_NIXL_LIBRARY")
+        assert location == _loader.LibraryLocation(str(library), "", "PYNIXLKV_NIXL_LIBRARY")
     monkeypatch.setenv("PYNIXLKV_NIXL_LIBRARY", str(tmp_path / "nowhere"))
     with pytest.raises(LibraryNotFoundError, match="nowhere"):
         _loader.find_nixl()

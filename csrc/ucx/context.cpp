@@ -1,0 +1,158 @@
+#include "ucx/context.hpp"
+
+#include <cstdlib>
+#include <iterator>
+#include <utility>
+
+#include "base/error.hpp"
+#include "base/text.hpp"
+
+namespace pynixlkv::ucx {
+
+namespace {
+
+struct ReleaseConfig {
+    const Library* library = nullptr;
+    void operator()(capi::Config config) const { library->fn().config_release(config); }
+};
+
+}  // namespace
+
+std::shared_ptr<Context> Context::create(std::shared_ptr<const Library> library,
+                                         const ConfigMap& config) {
+    return std::shared_ptr<Context>(new Context(std::move(library), config));
+}
+
+Context::Context(std::shared_ptr<const Library> library, const ConfigMap& config)
+    : library_(std::move(library)), config_(config) {
+    capi::Config raw = nullptr;
+    library_->check(library_->fn().config_read(nullptr, nullptr, &raw), "ucp_config_read",
+                    [] { return "reading the UCX_* variables"; });
+    const UniqueHandle<capi::Config, ReleaseConfig> settings(raw, {library_.get()});
+    for (const auto& [name, value] : config_) {
+        const Status status = library_->fn().config_modify(raw, name.c_str(), value.c_str());
+        if (is_error(status)) {
+            throw Error("ConfigError",
+                        text("UCX ", library_->version(), " does not take the setting ", name, "='",
+                             value, "' (", status_name(status),
+                             "); names have no prefix UCX_ here, and `ucx_info -cf` lists them"));
+        }
+    }
+    capi::ContextParams params{};
+    params.mask = capi::ContextParams::kFeatures | capi::ContextParams::kMtWorkersShared;
+    params.features = capi::kFeatureRma | capi::kFeatureAm | capi::kFeatureWakeup;
+    params.mt_workers_shared = 1;
+    capi::Context handle = nullptr;
+    library_->check(
+        library_->fn().init_version(capi::kApiMajor, capi::kApiMinor, &params, raw, &handle),
+        "ucp_init", [this] {
+            const auto tls = config_.find("TLS");
+            const char* variable = std::getenv("UCX_TLS");
+            return text("starting UCX with UCX_TLS=", tls != config_.end()  ? tls->second.c_str()
+                                                      : variable != nullptr ? variable
+                                                                            : "all");
+        });
+    handle_ = handle;
+}
+
+Context::~Context() {
+    // What belongs to the parent process is left to it.
+    if (handle_ != nullptr && process_.is_here()) {
+        library_->fn().cleanup(handle_);
+    }
+}
+
+std::shared_ptr<MemoryHandle> Context::find_allocated(std::uint64_t address,
+                                                      std::uint64_t length) const {
+    const std::lock_guard lock(mutex_);
+    const auto next = allocated_.upper_bound(address);
+    if (next == allocated_.begin()) {
+        return nullptr;
+    }
+    auto memory = std::prev(next)->second.lock();
+    if (!memory || length > memory->length() ||
+        address - memory->address() > memory->length() - length) {
+        return nullptr;
+    }
+    return memory;
+}
+
+std::shared_ptr<MemoryHandle> MemoryHandle::map(std::shared_ptr<Context> context,
+                                                std::uint64_t address, std::uint64_t length,
+                                                int memory_type, std::shared_ptr<void> keepalive) {
+    capi::MemoryParams params{};
+    params.mask = capi::MemoryParams::kAddress | capi::MemoryParams::kLength |
+                  capi::MemoryParams::kMemoryType;
+    params.address = reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
+    params.length = length;
+    params.memory_type = memory_type;
+    return std::shared_ptr<MemoryHandle>(
+        new MemoryHandle(std::move(context), params, std::move(keepalive)));
+}
+
+std::shared_ptr<MemoryHandle> MemoryHandle::allocate(std::shared_ptr<Context> context,
+                                                     std::uint64_t length) {
+    capi::MemoryParams params{};
+    params.mask = capi::MemoryParams::kLength | capi::MemoryParams::kFlags;
+    params.length = length;
+    params.flags = capi::MemoryParams::kAllocate;
+    auto memory = std::shared_ptr<MemoryHandle>(new MemoryHandle(std::move(context), params, {}));
+    memory->is_allocated_ = true;
+    const std::lock_guard lock(memory->context_->mutex_);
+    memory->context_->allocated_[memory->address_] = memory;
+    return memory;
+}
+
+MemoryHandle::MemoryHandle(std::shared_ptr<Context> context, const capi::MemoryParams& params,
+                           std::shared_ptr<void> keepalive)
+    : context_(std::move(context)), keepalive_(std::move(keepalive)) {
+    const Library& library = context_->library();
+    context_->process().require_here("a UCX context");
+    if (params.length == 0) {
+        throw Error("ConfigError", "0 bytes cannot be mapped");
+    }
+    capi::Memory handle = nullptr;
+    library.check(library.fn().mem_map(context_->handle(), &params, &handle), "ucp_mem_map", [&] {
+        return text("mapping ", params.length, " bytes at ", params.address,
+                    params.memory_type == capi::kMemoryCuda ? " (cuda)" : "");
+    });
+    handle_ = handle;
+    address_ = reinterpret_cast<std::uint64_t>(params.address);
+    length_ = params.length;
+    if ((params.mask & capi::MemoryParams::kAddress) == 0) {
+        capi::MemoryAttr attr{};
+        attr.mask = capi::MemoryAttr::kAddress;
+        const Status status = library.fn().mem_query(handle_, &attr);
+        if (status != Status::kOk) {
+            (void)library.fn().mem_unmap(context_->handle(), handle_);
+            throw make_error(status, "ucp_mem_query", "asking for the address of allocated memory");
+        }
+        address_ = reinterpret_cast<std::uint64_t>(attr.address);
+    }
+}
+
+MemoryHandle::~MemoryHandle() {
+    if (!context_->process().is_here()) {
+        return;
+    }
+    if (is_allocated_) {
+        // Forgotten before the range can be given to somebody else.
+        const std::lock_guard lock(context_->mutex_);
+        context_->allocated_.erase(address_);
+    }
+    (void)context_->library().fn().mem_unmap(context_->handle(), handle_);
+}
+
+std::string MemoryHandle::pack() const {
+    const Library& library = context_->library();
+    context_->process().require_here("a UCX context");
+    void* raw = nullptr;
+    std::size_t length = 0;
+    library.check(library.fn().rkey_pack(context_->handle(), handle_, &raw, &length),
+                  "ucp_rkey_pack", [this] { return text("memory at 0x", std::hex, address_); });
+    std::string packed(static_cast<const char*>(raw), length);
+    library.fn().rkey_buffer_release(raw);
+    return packed;
+}
+
+}  // namespace pynixlkv::ucx

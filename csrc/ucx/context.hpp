@@ -1,0 +1,99 @@
+/// @file
+/// UCX contexts and the memory that is mapped in them.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "base/live_count.hpp"
+#include "base/process.hpp"
+#include "base/unique_handle.hpp"
+#include "ucx/library.hpp"
+
+namespace pynixlkv::ucx {
+
+/// UCX settings by name, without the prefix `UCX_`.
+using ConfigMap = std::map<std::string, std::string>;
+
+class MemoryHandle;
+
+/// An instance of UCX with its settings and devices. Mapping memory is safe from several threads.
+class Context : public std::enable_shared_from_this<Context>, LiveCounted<Context> {
+  public:
+    static constexpr const char* kLiveName = "ucx.Context";
+
+    /// @param config settings over those of the environment
+    /// @throws Error ConfigError for a setting that UCX does not know, UcxError if it does not
+    /// start
+    [[nodiscard]] static std::shared_ptr<Context> create(std::shared_ptr<const Library> library,
+                                                         const ConfigMap& config);
+    Context(const Context&) = delete;
+    Context& operator=(const Context&) = delete;
+    ~Context();
+
+    [[nodiscard]] const Library& library() const noexcept { return *library_; }
+    [[nodiscard]] capi::Context handle() const noexcept { return handle_; }
+    [[nodiscard]] const ConfigMap& config() const noexcept { return config_; }
+    [[nodiscard]] const ProcessMark& process() const noexcept { return process_; }
+
+    /// The live handle of UCX-allocated memory that holds a range; null if there is none.
+    [[nodiscard]] std::shared_ptr<MemoryHandle> find_allocated(std::uint64_t address,
+                                                               std::uint64_t length) const;
+
+  private:
+    friend class MemoryHandle;
+
+    friend class LiveCounted<Context>;
+    Context(std::shared_ptr<const Library> library, const ConfigMap& config);
+
+    const std::shared_ptr<const Library> library_;
+    const ConfigMap config_;
+    capi::Context handle_ = nullptr;
+    const ProcessMark process_;
+    mutable std::mutex mutex_;  // guards allocated_
+    std::map<std::uint64_t, std::weak_ptr<MemoryHandle>> allocated_;
+};
+
+/// Memory that peers can be given access to.
+class MemoryHandle : LiveCounted<MemoryHandle> {
+  public:
+    static constexpr const char* kLiveName = "ucx.MemoryHandle";
+
+    /// Map memory of the caller.
+    /// @param keepalive held until the memory is unmapped
+    [[nodiscard]] static std::shared_ptr<MemoryHandle> map(std::shared_ptr<Context> context,
+                                                           std::uint64_t address,
+                                                           std::uint64_t length, int memory_type,
+                                                           std::shared_ptr<void> keepalive = {});
+    /// Let UCX allocate host memory, shared where the system allows it, so that processes of this
+    /// host can reach it directly.
+    [[nodiscard]] static std::shared_ptr<MemoryHandle> allocate(std::shared_ptr<Context> context,
+                                                                std::uint64_t length);
+    MemoryHandle(const MemoryHandle&) = delete;
+    MemoryHandle& operator=(const MemoryHandle&) = delete;
+    ~MemoryHandle();
+
+    [[nodiscard]] std::uint64_t address() const noexcept { return address_; }
+    [[nodiscard]] std::uint64_t length() const noexcept { return length_; }
+    [[nodiscard]] capi::Memory handle() const noexcept { return handle_; }
+    [[nodiscard]] const std::shared_ptr<Context>& context() const noexcept { return context_; }
+    /// What a peer unpacks to reach the memory; as opaque as UCX makes it.
+    [[nodiscard]] std::string pack() const;
+
+  private:
+    friend class LiveCounted<MemoryHandle>;
+    MemoryHandle(std::shared_ptr<Context> context, const capi::MemoryParams& params,
+                 std::shared_ptr<void> keepalive);
+
+    const std::shared_ptr<Context> context_;
+    const std::shared_ptr<void> keepalive_;
+    capi::Memory handle_ = nullptr;
+    std::uint64_t address_ = 0;
+    std::uint64_t length_ = 0;
+    bool is_allocated_ = false;
+};
+
+}  // namespace pynixlkv::ucx

@@ -1,0 +1,361 @@
+#include "ucx/driver.hpp"
+
+#include <atomic>
+#include <cstring>
+#include <deque>
+#include <utility>
+
+#include "base/bytes.hpp"
+
+namespace pynixlkv::ucx {
+
+namespace {
+
+using transfer::ConnectionLost;
+using transfer::Memory;
+using transfer::Op;
+
+// One active message id for everything; the header's only byte tells what it is.
+constexpr unsigned kMessageId = 77;
+constexpr std::string_view kNote = "N";
+/// Sent to find out whether a connection stands; kept from the receiver's application.
+constexpr std::string_view kPing = "P";
+
+/// Most requests that one operation keeps at UCX: they cost it memory, and more in flight is not
+/// faster.
+constexpr std::size_t kWindow = 1024;
+/// Most calls of progress in a row, so that posting gets its turn.
+constexpr int kMaxProgress = 64;
+/// How long a question to a peer may take to leave this process.
+constexpr auto kPingDeadline = std::chrono::milliseconds(100);
+/// How long the last notifications get to leave before a connection is closed.
+constexpr auto kLeaveDeadline = std::chrono::milliseconds(100);
+
+/// A message on its way out.
+struct Message {
+    Message(const Library& library, std::string bytes)
+        : completion(library), data(std::move(bytes)) {}
+    Completion completion;
+    const std::string data;
+};
+
+[[noreturn]] void throw_failure(const Endpoint& endpoint, Status status, const char* call,
+                                const std::string& detail) {
+    const NativeError error = make_error(endpoint.failure().value_or(status), call, detail);
+    if (endpoint.failure() || is_connection_failure(status)) {
+        throw ConnectionLost(error);
+    }
+    throw NativeError(error);
+}
+
+int memory_type(Memory memory) {
+    switch (memory) {
+        case Memory::kDram:
+            return capi::kMemoryHost;
+        case Memory::kVram:
+            return capi::kMemoryCuda;
+        default:
+            throw Error("ConfigError", "UCX moves host and GPU memory only; use NIXL for storage");
+    }
+}
+
+class UcxConnection final : public transfer::Connection {
+  public:
+    UcxConnection(std::shared_ptr<Endpoint> end, std::shared_ptr<const RemoteRegions> keys,
+                  std::string peer)
+        : name(std::move(peer)), endpoint(std::move(end)), regions(std::move(keys)) {}
+    UcxConnection(const UcxConnection&) = delete;
+    UcxConnection& operator=(const UcxConnection&) = delete;
+    ~UcxConnection() override {
+        progress_until(kLeaveDeadline, [this] { return is_quiet(); });
+        regions.reset();
+        endpoint->close();
+        if (!is_quiet()) {
+            // UCX still has hold of the bytes; better lost than freed under it.
+            [[maybe_unused]] auto* kept =
+                new std::deque<std::unique_ptr<Message>>(std::move(messages_));
+        }
+    }
+
+    void send(std::string_view header, std::string data) {
+        while (!messages_.empty() && messages_.front()->completion.is_quiet()) {
+            messages_.pop_front();
+        }
+        auto& message = *messages_.emplace_back(
+            std::make_unique<Message>(endpoint->worker()->library(), std::move(data)));
+        endpoint->send(message.completion, kMessageId, header, message.data);
+        if (const Status status = message.completion.status(); status != Status::kOk) {
+            throw_failure(*endpoint, status, "ucp_am_send_nbx",
+                          text("a message to peer '", name, "'"));
+        }
+    }
+
+    /// Let UCX work until a condition holds, the connection breaks, or time is up.
+    template <class Condition>
+    void progress_until(std::chrono::milliseconds longest, Condition condition) {
+        const auto deadline = std::chrono::steady_clock::now() + longest;
+        while (!condition() && !endpoint->failure() &&
+               std::chrono::steady_clock::now() < deadline) {
+            endpoint->worker()->progress();
+        }
+    }
+
+    [[nodiscard]] bool is_quiet() const {
+        for (const auto& message : messages_) {
+            if (!message->completion.is_quiet()) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    const std::string name;
+    const std::shared_ptr<Endpoint> endpoint;
+    /// Replaced by a refresh; operations under way hold on to the one that they were made with.
+    std::shared_ptr<const RemoteRegions> regions;
+
+  private:
+    std::deque<std::unique_ptr<Message>> messages_;
+};
+
+class UcxRegistered final : public transfer::Registered {
+  public:
+    explicit UcxRegistered(std::shared_ptr<LocalRegions> regions) : regions_(std::move(regions)) {}
+    UcxRegistered(const UcxRegistered&) = delete;
+    UcxRegistered& operator=(const UcxRegistered&) = delete;
+    ~UcxRegistered() override {
+        for (const Row& row : rows_) {
+            regions_->remove(row);
+        }
+    }
+
+    void add(LocalRegion region) {
+        const Row row = region.span.row;
+        rows_.push_back(row);
+        regions_->add(row, std::move(region));
+    }
+
+  private:
+    const std::shared_ptr<LocalRegions> regions_;
+    std::vector<Row> rows_;
+};
+
+class UcxOperation final : public transfer::Operation {
+  public:
+    UcxOperation(const UcxConnection& connection, const LocalRegions& local_regions, Op op,
+                 const transfer::RowPairs& rows)
+        : endpoint_(connection.endpoint),
+          regions_(connection.regions),
+          peer_(connection.name),
+          op_(op),
+          completion_(endpoint_->worker()->library()) {
+        const LocalRegion* local = nullptr;
+        const RemoteRegion* remote = nullptr;
+        parts_.reserve(rows.local.size());
+        for (std::size_t i = 0; i < rows.local.size(); ++i) {
+            parts_.push_back({rows.local[i].address, rows.remote[i].address, rows.local[i].length,
+                              local_regions.find(rows.local[i], local).memory->handle(),
+                              &regions_->find(rows.remote[i], remote)});
+        }
+        if (rows.local_memory != Memory::kDram) {
+            may_copy_ = false;
+        }
+    }
+
+    void post() override {
+        issue();
+        if (completion_.is_quiet() && has_failed()) {
+            fail();
+        }
+    }
+
+    bool poll() override {
+        if (!has_failed()) {
+            issue();
+        }
+        if (!completion_.is_quiet()) {
+            return false;
+        }
+        if (has_failed()) {
+            fail();
+        }
+        if (next_ < parts_.size()) {
+            return false;
+        }
+        if (op_ == Op::kWrite && !is_flushed_) {
+            // A finished put means that the local buffer is free; a finished flush, that the bytes
+            // are at the peer.
+            is_flushed_ = true;
+            endpoint_->flush(completion_);
+            if (has_failed()) {
+                fail();
+            }
+            return completion_.is_quiet();
+        }
+        return true;
+    }
+
+  private:
+    struct Part {
+        std::uint64_t local;
+        std::uint64_t remote;
+        std::uint64_t length;
+        capi::Memory memory;
+        const RemoteRegion* region;
+    };
+
+    void issue() {
+        bool has_copied = false;
+        for (; next_ < parts_.size() && completion_.pending() < kWindow && !has_failed(); ++next_) {
+            const Part& part = parts_[next_];
+            // NOLINTNEXTLINE(performance-no-int-to-ptr)
+            auto* local = reinterpret_cast<char*>(part.local);
+            if (may_copy_ && part.region->direct != nullptr) {
+                char* remote = part.region->direct + (part.remote - part.region->row.address);
+                if (op_ == Op::kRead) {
+                    std::memcpy(local, remote, part.length);
+                } else {
+                    std::memcpy(remote, local, part.length);
+                }
+                has_copied = true;
+            } else if (op_ == Op::kRead) {
+                endpoint_->get(completion_, local, part.length, part.memory, part.remote,
+                               *part.region->key);
+            } else {
+                endpoint_->put(completion_, local, part.length, part.memory, part.remote,
+                               *part.region->key);
+            }
+        }
+        if (has_copied) {
+            // The bytes are there for whoever is told so next.
+            std::atomic_thread_fence(std::memory_order_seq_cst);
+            // The mapping outlives the peer: ask whether that still lives.
+            endpoint_->worker()->progress();
+        }
+    }
+
+    [[nodiscard]] bool has_failed() const {
+        return completion_.status() != Status::kOk || endpoint_->failure();
+    }
+
+    [[noreturn]] void fail() const {
+        throw_failure(*endpoint_, completion_.status(),
+                      op_ == Op::kRead ? "ucp_get_nbx" : "ucp_put_nbx",
+                      text(parts_.size(), " rows of peer '", peer_, "'"));
+    }
+
+    const std::shared_ptr<Endpoint> endpoint_;
+    const std::shared_ptr<const RemoteRegions> regions_;
+    const std::string peer_;
+    const Op op_;
+    Completion completion_;
+    std::vector<Part> parts_;
+    std::size_t next_ = 0;
+    bool may_copy_ = true;
+    bool is_flushed_ = false;
+};
+
+}  // namespace
+
+UcxDriver::UcxDriver(std::shared_ptr<Context> context, std::string name)
+    : context_(std::move(context)),
+      name_(std::move(name)),
+      regions_(std::make_shared<LocalRegions>()),
+      worker_(Worker::create(context_)) {
+    worker_->on_message(kMessageId, [this](std::string_view header, std::string_view data) {
+        on_message(header, data);
+    });
+}
+
+/// Runs inside of UCX, which knows no exceptions.
+void UcxDriver::on_message(std::string_view header, std::string_view data) {
+    try {
+        if (header == kNote) {
+            ByteReader in(data, "a notification");
+            const std::string_view peer = in.get_bytes();
+            inbox_.push_back({std::string(peer), std::string(in.rest())});
+        } else if (header != kPing) {
+            throw Error("WireError", text("an unknown active message of ", data.size(), " bytes"));
+        }
+    } catch (const Error& e) {
+        receive_error_ = e;
+    } catch (const std::exception& e) {
+        receive_error_ = Error("StateError", e.what());
+    }
+}
+
+std::unique_ptr<transfer::Registered> UcxDriver::register_memory(
+    std::span<const transfer::Span> spans) {
+    auto registered = std::make_unique<UcxRegistered>(regions_);
+    for (const transfer::Span& span : spans) {
+        auto memory = context_->find_allocated(span.row.address, span.row.length);
+        if (!memory) {
+            memory = MemoryHandle::map(context_, span.row.address, span.row.length,
+                                       memory_type(span.memory));
+        }
+        registered->add({span, std::move(memory)});
+    }
+    return registered;
+}
+
+std::string UcxDriver::metadata() {
+    return describe(worker_->address(), *regions_);
+}
+
+std::unique_ptr<transfer::Connection> UcxDriver::connect(const std::string& name,
+                                                         std::string_view metadata) {
+    const Description description = read_description(metadata);
+    auto endpoint = Endpoint::create(worker_, description.address);
+    auto regions = unpack_regions(endpoint, description);
+    auto connection =
+        std::make_unique<UcxConnection>(std::move(endpoint), std::move(regions), name);
+    // Connects now, not with the first transfer, and tells from then on when the peer is gone.
+    connection->send(kPing, {});
+    return connection;
+}
+
+void UcxDriver::refresh(transfer::Connection& connection, std::string_view metadata) {
+    auto& peer = static_cast<UcxConnection&>(connection);
+    peer.regions = unpack_regions(peer.endpoint, read_description(metadata));
+}
+
+bool UcxDriver::is_alive(transfer::Connection& connection) {
+    auto& peer = static_cast<UcxConnection&>(connection);
+    try {
+        peer.send(kPing, {});
+    } catch (const NativeError&) {
+        return false;
+    }
+    peer.progress_until(kPingDeadline, [&peer] { return peer.is_quiet(); });
+    for (int i = 0; i < kMaxProgress && worker_->progress() > 0; ++i) {
+    }
+    return !peer.endpoint->failure();
+}
+
+std::unique_ptr<transfer::Operation> UcxDriver::make(transfer::Connection& connection,
+                                                     transfer::Op op,
+                                                     const transfer::RowPairs& rows) {
+    return std::make_unique<UcxOperation>(static_cast<const UcxConnection&>(connection), *regions_,
+                                          op, rows);
+}
+
+void UcxDriver::notify(transfer::Connection& connection, const std::string& message) {
+    ByteWriter out;
+    out.put_bytes(name_);
+    out.put_raw(message);
+    static_cast<UcxConnection&>(connection).send(kNote, out.take());
+}
+
+void UcxDriver::receive(std::vector<transfer::Notification>& into) {
+    for (int i = 0; i < kMaxProgress && worker_->progress() > 0; ++i) {
+    }
+    into.insert(into.end(), std::make_move_iterator(inbox_.begin()),
+                std::make_move_iterator(inbox_.end()));
+    inbox_.clear();
+    if (receive_error_) {
+        const Error error = *std::exchange(receive_error_, std::nullopt);
+        throw Error(error);
+    }
+}
+
+}  // namespace pynixlkv::ucx

@@ -1,0 +1,165 @@
+#include "ucx/endpoint.hpp"
+
+#include <utility>
+
+#include "base/error.hpp"
+#include "base/text.hpp"
+
+namespace pynixlkv::ucx {
+
+namespace {
+
+// UCX reads addresses and keys without knowing their length. Zeros behind them keep it from
+// wandering through foreign memory when a length inside them is wrong.
+constexpr std::size_t kPadding = 4096;
+// Longest time that a forced close, which asks nobody, is given.
+constexpr auto kCloseDeadline = std::chrono::seconds(5);
+
+std::string padded(std::string_view bytes) {
+    std::string copy(bytes);
+    copy.append(kPadding, '\0');
+    return copy;
+}
+
+}  // namespace
+
+std::shared_ptr<Endpoint> Endpoint::create(std::shared_ptr<Worker> worker,
+                                           std::string_view address) {
+    return std::shared_ptr<Endpoint>(new Endpoint(std::move(worker), address));
+}
+
+Endpoint::Endpoint(std::shared_ptr<Worker> worker, std::string_view address)
+    : worker_(std::move(worker)) {
+    if (address.empty()) {
+        throw Error("WireError", "the UCX address of the peer is empty");
+    }
+    const std::string bytes = padded(address);
+    capi::EndpointParams params{};
+    params.mask = capi::EndpointParams::kRemoteAddress | capi::EndpointParams::kErrorMode |
+                  capi::EndpointParams::kErrorHandler;
+    params.address = bytes.data();
+    params.error_mode = capi::kErrorPeer;
+    params.error_handler = &Endpoint::on_error;
+    params.error_argument = this;
+    capi::Endpoint handle = nullptr;
+    worker_->library().check(fn().ep_create(worker_->handle(), &params, &handle), "ucp_ep_create",
+                             [] {
+                                 return "no transport that both sides have reaches the peer with "
+                                        "error handling; check UCX_TLS and UCX_NET_DEVICES of both";
+                             });
+    handle_ = handle;
+}
+
+Endpoint::~Endpoint() {
+    close();
+}
+
+void Endpoint::on_error(void* argument, capi::Endpoint /*handle*/, Status status) noexcept {
+    static_cast<Endpoint*>(argument)->failure_ = status;
+}
+
+capi::Endpoint Endpoint::usable() const {
+    if (handle_ == nullptr) {
+        throw Error("ClosedError", "the endpoint is closed");
+    }
+    return handle_;
+}
+
+void Endpoint::get(Completion& completion, void* local, std::size_t length, capi::Memory memory,
+                   std::uint64_t remote, const RemoteKey& key) {
+    capi::RequestParams params = completion.params();
+    params.mask |= capi::RequestParams::kMemory | capi::RequestParams::kMultiSend;
+    params.memory = memory;
+    completion.add(fn().get_nbx(usable(), local, length, remote, key.handle(), &params));
+}
+
+void Endpoint::put(Completion& completion, const void* local, std::size_t length,
+                   capi::Memory memory, std::uint64_t remote, const RemoteKey& key) {
+    capi::RequestParams params = completion.params();
+    params.mask |= capi::RequestParams::kMemory | capi::RequestParams::kMultiSend;
+    params.memory = memory;
+    completion.add(fn().put_nbx(usable(), local, length, remote, key.handle(), &params));
+}
+
+void Endpoint::flush(Completion& completion) {
+    const capi::RequestParams params = completion.params();
+    completion.add(fn().ep_flush_nbx(usable(), &params));
+}
+
+void Endpoint::send(Completion& completion, unsigned id, std::string_view header,
+                    std::string_view data) {
+    capi::RequestParams params = completion.params();
+    params.mask |= capi::RequestParams::kFlags;
+    params.flags = capi::kAmSendEager | capi::kAmSendCopyHeader;
+    completion.add(fn().am_send_nbx(usable(), id, header.data(), header.size(), data.data(),
+                                    data.size(), &params));
+}
+
+void Endpoint::close() {
+    if (handle_ == nullptr || !worker_->context()->process().is_here()) {
+        return;
+    }
+    const std::lock_guard lock(worker_->mutex());
+    for (RemoteKey* key : keys_) {
+        key->destroy();
+    }
+    keys_.clear();
+    capi::RequestParams params{};
+    params.mask = capi::RequestParams::kFlags;
+    params.flags = capi::kCloseForce;
+    void* request = fn().ep_close_nbx(std::exchange(handle_, nullptr), &params);
+    const auto number = reinterpret_cast<std::intptr_t>(request);
+    if (number <= 0 && number >= static_cast<std::intptr_t>(Status::kLast)) {
+        return;  // done, or refused: there is nothing else to try then
+    }
+    const auto deadline = std::chrono::steady_clock::now() + kCloseDeadline;
+    while (fn().request_check_status(request) == Status::kInProgress &&
+           std::chrono::steady_clock::now() < deadline) {
+        worker_->progress();
+    }
+    fn().request_free(request);
+}
+
+RemoteKey::RemoteKey(std::shared_ptr<Endpoint> endpoint, std::string_view packed)
+    : endpoint_(std::move(endpoint)) {
+    if (packed.empty()) {
+        throw Error("WireError", "a remote key of the peer is empty");
+    }
+    const std::string bytes = padded(packed);
+    capi::RemoteKey handle = nullptr;
+    endpoint_->worker()->library().check(
+        endpoint_->fn().ep_rkey_unpack(endpoint_->usable(), bytes.data(), &handle),
+        "ucp_ep_rkey_unpack", [&] { return text("a remote key of ", packed.size(), " bytes"); });
+    handle_ = handle;
+    endpoint_->keys_.insert(this);
+}
+
+RemoteKey::~RemoteKey() {
+    if (!endpoint_->worker()->context()->process().is_here()) {
+        return;
+    }
+    const std::lock_guard lock(endpoint_->worker()->mutex());
+    endpoint_->keys_.erase(this);
+    destroy();
+}
+
+void RemoteKey::destroy() noexcept {
+    if (handle_ != nullptr) {
+        endpoint_->fn().rkey_destroy(std::exchange(handle_, nullptr));
+    }
+}
+
+capi::RemoteKey RemoteKey::handle() const {
+    if (handle_ == nullptr) {
+        throw Error("ClosedError", "the endpoint of the remote key is closed");
+    }
+    return handle_;
+}
+
+void* RemoteKey::pointer(std::uint64_t remote) const {
+    void* pointer = nullptr;
+    const Status status = endpoint_->fn().rkey_ptr(handle(), remote, &pointer);
+    return status == Status::kOk ? pointer : nullptr;
+}
+
+}  // namespace pynixlkv::ucx

@@ -1,0 +1,87 @@
+#include "ucx/regions.hpp"
+
+#include <limits>
+
+#include "base/bytes.hpp"
+
+namespace pynixlkv::ucx {
+
+namespace {
+
+constexpr std::string_view kMagic = "pnkvucx1";
+// Sizes seen are 60 to 300 bytes; a device adds some tens.
+constexpr std::size_t kMaxAddressBytes = 1U << 16U;
+constexpr std::size_t kMaxKeyBytes = 1U << 12U;
+constexpr std::size_t kRegionBytes = 3 * sizeof(std::uint64_t) + sizeof(std::uint32_t);
+
+}  // namespace
+
+std::string describe(const std::string& address, const LocalRegions& regions) {
+    ByteWriter out;
+    out.put_raw(kMagic);
+    out.put_bytes(address);
+    out.put(static_cast<std::uint32_t>(regions.all().size()));
+    for (const auto& [key, region] : regions.all()) {
+        out.put(region.span.row.address);
+        out.put(region.span.row.length);
+        out.put(region.span.row.device);
+        out.put_bytes(region.memory->pack());
+    }
+    return out.take();
+}
+
+Description read_description(std::string_view bytes) {
+    ByteReader in(bytes, "the UCX metadata of the peer");
+    if (in.get_raw(kMagic.size()) != kMagic) {
+        throw Error("WireError", text("the UCX metadata of the peer do not begin with ", kMagic));
+    }
+    Description description;
+    description.address = in.get_bytes();
+    if (description.address.empty() || description.address.size() > kMaxAddressBytes) {
+        throw Error("WireError",
+                    text("the UCX address of the peer has ", description.address.size(),
+                         " bytes; expected 1 to ", kMaxAddressBytes));
+    }
+    const auto count = in.get<std::uint32_t>();
+    if (count > bytes.size() / kRegionBytes) {
+        throw Error("WireError", text("the UCX metadata of the peer promise ", count,
+                                      " regions in ", bytes.size(), " bytes"));
+    }
+    for (std::uint32_t i = 0; i < count; ++i) {
+        Description::Region region{};
+        region.row.address = in.get<std::uint64_t>();
+        region.row.length = in.get<std::uint64_t>();
+        region.row.device = in.get<std::uint64_t>();
+        region.packed_key = in.get_bytes();
+        if (region.row.length == 0 ||
+            region.row.address > std::numeric_limits<std::uint64_t>::max() - region.row.length) {
+            throw Error("WireError", text("region ", i, " of the peer, ", region.row.str(),
+                                          ", is empty or wraps around"));
+        }
+        if (region.packed_key.empty() || region.packed_key.size() > kMaxKeyBytes) {
+            throw Error("WireError",
+                        text("the key of region ", i, " of the peer has ", region.packed_key.size(),
+                             " bytes; expected 1 to ", kMaxKeyBytes));
+        }
+        description.regions.push_back(region);
+    }
+    in.require_end();
+    return description;
+}
+
+std::shared_ptr<const RemoteRegions> unpack_regions(const std::shared_ptr<Endpoint>& endpoint,
+                                                    const Description& description) {
+    auto regions = std::make_shared<RemoteRegions>();
+    // Spans of one allocation, and all ordinary memory of some transports, have the same key.
+    std::map<std::string_view, std::shared_ptr<RemoteKey>> keys;
+    for (const auto& [row, packed] : description.regions) {
+        auto& key = keys[packed];
+        if (!key) {
+            key = std::make_shared<RemoteKey>(endpoint, packed);
+        }
+        regions->add(row, {row, key, static_cast<char*>(key->pointer(row.address))});
+    }
+    return regions;
+}
+
+}  // namespace pynixlkv::ucx

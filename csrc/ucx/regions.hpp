@@ -1,0 +1,91 @@
+/// @file
+/// Which memory handle or remote key the bytes of a row lie in, and how a peer learns of them.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "transfer/types.hpp"
+#include "ucx/endpoint.hpp"
+
+namespace pynixlkv::ucx {
+
+/// Regions of one address space by device and address.
+template <class Region>
+class RegionMap {
+  public:
+    using Key = std::pair<std::uint64_t, std::uint64_t>;
+
+    void add(const Row& row, Region region) {
+        regions_.insert_or_assign(Key{row.device, row.address}, std::move(region));
+    }
+    void remove(const Row& row) { regions_.erase(Key{row.device, row.address}); }
+    [[nodiscard]] const std::map<Key, Region>& all() const noexcept { return regions_; }
+
+    /// The region that a row lies in. Rows come in address order, so the region of the row before
+    /// is tried first.
+    /// @throws Error NotRegisteredError
+    [[nodiscard]] const Region& find(const Row& row, const Region*& hint) const {
+        if (hint == nullptr || !hint->contains(row)) {
+            const auto next = regions_.upper_bound(Key{row.device, row.address});
+            hint = next == regions_.begin() ? nullptr : &std::prev(next)->second;
+            if (hint == nullptr || !hint->contains(row)) {
+                throw Error("NotRegisteredError", text(row.str(), " is not registered with UCX"));
+            }
+        }
+        return *hint;
+    }
+
+  private:
+    std::map<Key, Region> regions_;
+};
+
+[[nodiscard]] inline bool is_inside(const Row& inner, const Row& outer) noexcept {
+    return inner.device == outer.device && inner.address >= outer.address &&
+           inner.length <= outer.length &&
+           inner.address - outer.address <= outer.length - inner.length;
+}
+
+struct LocalRegion {
+    transfer::Span span;
+    std::shared_ptr<MemoryHandle> memory;
+    [[nodiscard]] bool contains(const Row& row) const noexcept { return is_inside(row, span.row); }
+};
+
+struct RemoteRegion {
+    Row row;
+    std::shared_ptr<RemoteKey> key;
+    char* direct;  ///< where the first byte is in this process; null if it cannot be reached
+    [[nodiscard]] bool contains(const Row& r) const noexcept { return is_inside(r, row); }
+};
+
+using LocalRegions = RegionMap<LocalRegion>;
+using RemoteRegions = RegionMap<RemoteRegion>;
+
+/// What a peer must know: the worker's address, and a key for each registered span.
+struct Description {
+    struct Region {
+        Row row;
+        std::string_view packed_key;
+    };
+    std::string_view address;
+    std::vector<Region> regions;
+};
+
+[[nodiscard]] std::string describe(const std::string& address, const LocalRegions& regions);
+
+/// @return views into the bytes
+/// @throws Error WireError for anything that `describe` does not write
+[[nodiscard]] Description read_description(std::string_view bytes);
+
+/// Unpack the keys of a peer.
+[[nodiscard]] std::shared_ptr<const RemoteRegions> unpack_regions(
+    const std::shared_ptr<Endpoint>& endpoint, const Description& description);
+
+}  // namespace pynixlkv::ucx

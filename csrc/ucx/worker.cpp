@@ -1,0 +1,95 @@
+#include "ucx/worker.hpp"
+
+#include <utility>
+
+#include "base/error.hpp"
+#include "base/text.hpp"
+
+namespace pynixlkv::ucx {
+
+namespace {
+
+struct DestroyWorker {
+    const Library* library = nullptr;
+    void operator()(capi::Worker worker) const { library->fn().worker_destroy(worker); }
+};
+
+Status deliver(void* argument, const void* header, std::size_t header_length, void* data,
+               std::size_t length, const capi::AmReceived* received) {
+    if ((received->attributes & capi::AmReceived::kIsRendezvous) != 0) {
+        // Not fetched: whoever talks to this process sends eagerly.
+        return Status::kOk;
+    }
+    (*static_cast<MessageHandler*>(argument))({static_cast<const char*>(header), header_length},
+                                              {static_cast<const char*>(data), length});
+    return Status::kOk;
+}
+
+}  // namespace
+
+std::shared_ptr<Worker> Worker::create(std::shared_ptr<Context> context) {
+    return std::shared_ptr<Worker>(new Worker(std::move(context)));
+}
+
+Worker::Worker(std::shared_ptr<Context> context) : context_(std::move(context)) {
+    context_->process().require_here("a UCX context");
+    capi::WorkerParams params{};
+    params.mask = capi::WorkerParams::kThreadMode;
+    params.thread_mode = capi::kThreadSerialized;
+    capi::Worker raw = nullptr;
+    library().check(library().fn().worker_create(context_->handle(), &params, &raw),
+                    "ucp_worker_create", [] { return "making a worker"; });
+    UniqueHandle<capi::Worker, DestroyWorker> worker(raw, {&library()});
+    library().check(library().fn().worker_get_efd(raw, &event_fd_), "ucp_worker_get_efd", [] {
+        return "asking for an event descriptor; every transport of UCX_TLS must offer events";
+    });
+    handle_ = worker.release();
+}
+
+Worker::~Worker() {
+    if (context_->process().is_here()) {
+        const std::lock_guard lock(mutex_);
+        library().fn().worker_destroy(handle_);
+    }
+}
+
+std::string Worker::address() const {
+    capi::Address raw = nullptr;
+    std::size_t length = 0;
+    library().check(library().fn().worker_get_address(handle_, &raw, &length),
+                    "ucp_worker_get_address", [] { return "asking for the worker's address"; });
+    std::string address(reinterpret_cast<const char*>(raw), length);
+    library().fn().worker_release_address(handle_, raw);
+    return address;
+}
+
+bool Worker::arm() {
+    const Status status = library().fn().worker_arm(handle_);
+    if (status == Status::kBusy) {
+        return false;
+    }
+    library().check(status, "ucp_worker_arm", [] { return "arming a worker's event descriptor"; });
+    return true;
+}
+
+void Worker::signal() {
+    library().check(library().fn().worker_signal(handle_), "ucp_worker_signal",
+                    [] { return "waking a worker"; });
+}
+
+void Worker::on_message(unsigned id, MessageHandler handler) {
+    auto kept = std::make_unique<MessageHandler>(std::move(handler));
+    capi::AmHandler params{};
+    params.mask = capi::AmHandler::kId | capi::AmHandler::kFlags | capi::AmHandler::kCallback |
+                  capi::AmHandler::kArgument;
+    params.id = id;
+    params.flags = capi::AmHandler::kWholeMessage;
+    params.callback = &deliver;
+    params.argument = kept.get();
+    library().check(library().fn().worker_set_am_recv_handler(handle_, &params),
+                    "ucp_worker_set_am_recv_handler",
+                    [id] { return text("active messages of id ", id); });
+    handlers_.push_back(std::move(kept));
+}
+
+}  // namespace pynixlkv::ucx

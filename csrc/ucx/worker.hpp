@@ -1,0 +1,116 @@
+/// @file
+/// UCX workers, and the counting of what is under way on them.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/live_count.hpp"
+#include "ucx/context.hpp"
+
+namespace pynixlkv::ucx {
+
+/// Counts the requests that one owner has under way and keeps the first failure among them. UCX
+/// writes to it from within Worker::progress(), so it must stay in place until it is quiet.
+class Completion {
+  public:
+    explicit Completion(const Library& library) : library_(&library) {}
+    Completion(const Completion&) = delete;
+    Completion& operator=(const Completion&) = delete;
+
+    /// Whether nothing is under way.
+    [[nodiscard]] bool is_quiet() const noexcept { return pending_ == 0; }
+    [[nodiscard]] std::size_t pending() const noexcept { return pending_; }
+    /// kOk, or the first failure.
+    [[nodiscard]] Status status() const noexcept { return status_; }
+
+    /// Parameters of a call whose result goes to `add`.
+    [[nodiscard]] capi::RequestParams params() noexcept {
+        capi::RequestParams params{};
+        params.mask = capi::RequestParams::kCallback | capi::RequestParams::kUserData;
+        params.callback = &Completion::on_done;
+        params.user_data = this;
+        return params;
+    }
+
+    /// Count what a call returned.
+    void add(capi::StatusPointer returned) noexcept {
+        if (returned == nullptr) {
+            return;
+        }
+        const auto number = reinterpret_cast<std::intptr_t>(returned);
+        if (number < 0 && number >= static_cast<std::intptr_t>(Status::kLast)) {
+            note(static_cast<Status>(number));
+            return;
+        }
+        ++pending_;
+    }
+
+  private:
+    static void on_done(void* request, Status status, void* user_data) noexcept {
+        auto* self = static_cast<Completion*>(user_data);
+        --self->pending_;
+        self->note(status);
+        self->library_->fn().request_free(request);
+    }
+    void note(Status status) noexcept {
+        if (status_ == Status::kOk) {
+            status_ = status;
+        }
+    }
+
+    const Library* library_;
+    std::size_t pending_ = 0;
+    Status status_ = Status::kOk;
+};
+
+/// Called from within progress() with an active message, whose bytes are gone when it returns.
+using MessageHandler = std::function<void(std::string_view header, std::string_view data)>;
+
+/// A progress engine. It and what hangs from it may be used by several threads, one at a time:
+/// callers that share one hold `mutex()` around each use. Destructors take it by themselves.
+class Worker : public std::enable_shared_from_this<Worker>, LiveCounted<Worker> {
+  public:
+    static constexpr const char* kLiveName = "ucx.Worker";
+
+    [[nodiscard]] static std::shared_ptr<Worker> create(std::shared_ptr<Context> context);
+    Worker(const Worker&) = delete;
+    Worker& operator=(const Worker&) = delete;
+    ~Worker();
+
+    [[nodiscard]] std::recursive_mutex& mutex() const noexcept { return mutex_; }
+    [[nodiscard]] const std::shared_ptr<Context>& context() const noexcept { return context_; }
+    [[nodiscard]] const Library& library() const noexcept { return context_->library(); }
+    [[nodiscard]] capi::Worker handle() const noexcept { return handle_; }
+
+    /// What a peer makes an endpoint with.
+    [[nodiscard]] std::string address() const;
+    /// @return how much was done; 0 if there was nothing to do
+    unsigned progress() noexcept { return library().fn().worker_progress(handle_); }
+    /// A descriptor that becomes readable when progress() will have something to do. Sleep on it
+    /// only after arm() returned true.
+    [[nodiscard]] int event_fd() const noexcept { return event_fd_; }
+    /// @return false if there is something to do right now
+    [[nodiscard]] bool arm();
+    /// Make event_fd() readable. May be called without the mutex.
+    void signal();
+    /// Call a function for every active message of an id, from now on.
+    void on_message(unsigned id, MessageHandler handler);
+
+  private:
+    friend class LiveCounted<Worker>;
+    explicit Worker(std::shared_ptr<Context> context);
+
+    const std::shared_ptr<Context> context_;
+    mutable std::recursive_mutex mutex_;
+    capi::Worker handle_ = nullptr;
+    int event_fd_ = -1;
+    std::vector<std::unique_ptr<MessageHandler>> handlers_;
+};
+
+}  // namespace pynixlkv::ucx

@@ -1,0 +1,148 @@
+"""`UcxAgent`: the transfer engine on a UCX worker of its own."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from pynixlkv import _loader, _native
+from pynixlkv.engine import EngineAgent
+from pynixlkv.errors import ClosedError, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
+
+__all__ = ["UcxAgent"]
+
+# Settings that apply unless the environment has a UCX_ variable of the name. With error handling
+# UCX's rendezvous falls back to TCP between processes of one host, several times slower than what it
+# does otherwise.
+_DEFAULTS = {"RNDV_THRESH": "inf"}
+
+
+class UcxAgent(EngineAgent):
+    """An agent that moves bytes with UCX's one-sided operations. Safe from several threads.
+
+    Parameters
+    ----------
+    name : str
+        Unique among the agents that talk to each other.
+    config : mapping of str to str, optional
+        Settings of UCX, names without the prefix ``UCX_``, over those of the environment.
+    secret : bytes or str, optional
+        Key of the MAC on hello bytes; both sides need the same. Default: the environment variable
+        ``PYNIXLKV_SECRET``, or none.
+
+    Raises
+    ------
+    LibraryNotFoundError, LibraryVersionError
+        If UCX is not installed or too old; the message says what to install.
+    ConfigError
+        If the name is empty, or the secret, or UCX does not know a setting.
+    UcxError
+        If UCX does not start, for example because it knows no transport of ``UCX_TLS``.
+
+    Notes
+    -----
+    Make agents after ``fork()``, not before: in a forked child their use raises `ForkError`. The
+    agent has one thread of its own, asleep while nothing happens, which UCX's events wake.
+
+    Examples
+    --------
+    >>> with UcxAgent("decode-0") as agent:  # doctest: +SKIP
+    ...     agent.register(cache)
+    ...     peer = agent.connect(hello_from_prefill)
+    """
+
+    engine: ClassVar[str] = "ucx"
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        config: Mapping[str, str] | None = None,
+        secret: bytes | str | None = None,
+    ) -> None:
+        self._check_name(name)
+        _check_config(config or {})
+        defaults = {k: v for k, v in _DEFAULTS.items() if f"UCX_{k}" not in os.environ}
+        library = _loader.load_ucx()
+        self._context = _native.UcxContext(library, defaults | dict(config or {}))
+        super().__init__(
+            lambda incarnation: _native.ucx_engine(name, incarnation, self._context),
+            engine_version=library.version,
+            secret=secret,
+        )
+
+    @property
+    def config(self) -> dict[str, str]:
+        """Settings of UCX beyond those of the environment."""
+        return self._context.config
+
+    @property
+    def transport(self) -> str:
+        """What the bytes may travel over: the choice that UCX has, ``UCX_TLS``."""
+        return f"UCX, UCX_TLS={self.config.get('TLS') or os.environ.get('UCX_TLS') or 'all'}"
+
+    def allocate(
+        self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.uint8
+    ) -> npt.NDArray[np.generic]:
+        """Allocate host memory that agents in other processes of this host reach directly.
+
+        Once registered, such memory is read and written by the peer's processor through a mapping
+        of it, at the speed of a copy inside one process and without this side taking part. It is
+        for host pools and staging buffers; any other memory works too, through the kernel.
+
+        Parameters
+        ----------
+        shape : int or tuple of int
+            Shape of the array, at least one element.
+        dtype : dtype
+            Type of its elements.
+
+        Returns
+        -------
+        ndarray
+            Zeros, C-contiguous. Like any other memory it must be registered, as a whole or in
+            parts; ``torch.from_numpy`` makes a tensor of it. It is freed when nothing refers to
+            it any more.
+
+        Raises
+        ------
+        ConfigError
+            If there are no elements.
+        ClosedError
+            If the agent is closed.
+        UcxError
+            If there is not so much memory.
+
+        Notes
+        -----
+        Releases the GIL. Shared memory counts against the limits of the container
+        (``/dev/shm`` or ``kernel.shmmax``); where those do not suffice UCX takes ordinary memory.
+        A peer that dies leaves its memory readable for those who mapped it: its death is noticed
+        through the connection, so that a read which overlaps it can still end well.
+        """
+        if self.is_closed:
+            raise ClosedError(f"{self!r} is closed")
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        kind = np.dtype(dtype)
+        if kind.hasobject:
+            raise ConfigError(f"memory that others reach cannot hold {kind}")
+        nbytes = int(np.prod(sizes, dtype=np.int64)) * kind.itemsize
+        if nbytes <= 0 or any(size < 0 for size in sizes):
+            raise ConfigError(f"an array of shape {sizes} and type {kind} has no bytes to allocate")
+        memory = _native.UcxMemory.allocate(self._context, nbytes)
+        array: npt.NDArray[np.generic] = np.frombuffer(memory, dtype=kind, count=nbytes // kind.itemsize)
+        array.view(np.uint8)[...] = 0
+        return array.reshape(sizes)
+
+
+def _check_config(config: Mapping[str, str]) -> None:
+    for key, value in config.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ConfigError(f"UCX setting {key!r}: {value!r} must be a string for a string")

@@ -1,0 +1,45 @@
+"""The conformance suite on UCX: our agent here, the other side in a process of its own."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from pynixlkv.testing.conformance import AgentConformance, HungPeerConformance
+from pynixlkv.testing.remote import ProcessRemote
+from pynixlkv.ucx import UcxAgent
+
+
+class _OnUcx:
+    config: dict[str, str]
+
+    @pytest.fixture
+    def make_agent(self):
+        made = []
+
+        def make(name, **options):
+            made.append(UcxAgent(name, config=self.config, **options))
+            return made[-1]
+
+        yield make
+        for agent in made:
+            agent.close()
+
+    @pytest.fixture
+    def remote(self):
+        remote = ProcessRemote(functools.partial(UcxAgent, config=self.config))
+        yield remote
+        remote.close()
+
+
+class TestUcxOverTcp(_OnUcx, HungPeerConformance):
+    """Emulated one-sided operations: the target's process must take part."""
+
+    config = {"TLS": "tcp"}  # noqa: RUF012
+
+
+class TestUcxByDefault(_OnUcx, AgentConformance):
+    """Same-host copies through the kernel: the post does the whole copy."""
+
+    config = {}  # noqa: RUF012
