@@ -76,8 +76,9 @@ def test_prepared_rows_do_not_keep_memory_registered(pair):
 def test_another_engine_or_release_is_refused(pair, monkeypatch):
     (a, _, _), (b, _, _) = pair
     with FakeAgent("fake", FakeNetwork()) as fake:
-        with pytest.raises(HandshakeError, match=r"'fake' engine.*'nixl'"):
-            a.connect(fake.hello())
+        hello = fake.hello()
+    with pytest.raises(HandshakeError, match=r"'fake' engine.*'nixl'"):
+        a.connect(hello)
     monkeypatch.setattr(b, "_engine_version", "0.9.0")
     with pytest.raises(ProtocolVersionError, match=r"nixl 0\.9\.0") as caught:
         a.connect(b.hello())
@@ -90,7 +91,7 @@ def test_a_backend_or_parameter_that_does_not_exist():
     with pytest.raises(NixlError):
         NixlAgent("x", backend_params={"ucx_error_handling_mode": "sideways"})
     with pytest.raises(ConfigError, match="num_threads"):
-        NixlAgent("x", backend_params={"num_threads": 1})  # type: ignore[dict-item]
+        NixlAgent("x", backend_params={"num_threads": 1})
     with pytest.raises(ConfigError, match="name"):
         NixlAgent("")
 
