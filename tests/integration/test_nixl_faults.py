@@ -23,7 +23,7 @@ GUARD = 4096
 SIZE = 32 << 20
 
 
-@pytest.fixture(params=TRANSPORTS.values(), ids=TRANSPORTS.keys())
+@pytest.fixture(params=list(TRANSPORTS.values()), ids=list(TRANSPORTS))
 def params(request):
     return request.param
 
