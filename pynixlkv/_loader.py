@@ -294,8 +294,9 @@ def find_ucx() -> LibraryLocation:
     ):
         return location
     raise LibraryNotFoundError(
-        f"UCX was not found. Install it with: {_pip_command(UCX_DISTRIBUTIONS, UCX_MINIMUM)} (or set {UCX_VARIABLE} to "
-        f"{UCX_LIBRARY} or its directory). Tried:\n  " + "\n  ".join(tried)
+        f"UCX was not found. Install it with: {_pip_command(UCX_DISTRIBUTIONS, UCX_MINIMUM)} "
+        f"(or set {UCX_VARIABLE} to {UCX_LIBRARY} or its directory). Tried:\n  "
+        + "\n  ".join(tried)
     )
 
 

@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 NIXL_STATUS_TABLE: tuple[tuple[int, str, str], ...]
 """Code, name, and kind of every status of NIXL's C interface; the kind is empty for no failure."""
 
+UCX_STATUS_TABLE: tuple[tuple[int, str, str], ...]
+"""The same of UCX."""
+
 def live_counts() -> dict[str, int]:
     """Return how many native owners of each class are alive."""
 @final
@@ -175,6 +178,30 @@ class NixlAgent:
     def notify(self, peer: str, message: bytes, backends: list[NixlBackend]) -> None: ...
     def take_notifications(self, backends: list[NixlBackend]) -> list[tuple[str, bytes]]: ...
 
+@final
+class UcxLibrary:
+    def __init__(self, path: str) -> None: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+
+@final
+class UcxContext:
+    def __init__(self, library: UcxLibrary, config: Mapping[str, str]) -> None: ...
+    @property
+    def config(self) -> dict[str, str]: ...
+
+@final
+class UcxMemory:
+    @staticmethod
+    def allocate(context: UcxContext, length: int) -> UcxMemory: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
 class _TransferStats(TypedDict):
     bytes: int
     bytes_done: int
@@ -300,3 +327,4 @@ def nixl_engine(
     progress_thread: bool,
     progress_delay_us: int,
 ) -> Engine: ...
+def ucx_engine(name: str, incarnation: bytes, context: UcxContext) -> Engine: ...

@@ -12,15 +12,15 @@ from pynixlkv.engine import EngineAgent
 from pynixlkv.errors import ClosedError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     import numpy.typing as npt
 
 __all__ = ["UcxAgent"]
 
 # Settings that apply unless the environment has a UCX_ variable of the name. With error handling
-# UCX's rendezvous falls back to TCP between processes of one host, several times slower than what it
-# does otherwise.
+# UCX's rendezvous falls back to TCP between processes of one host, several times slower than what
+# it does otherwise.
 _DEFAULTS = {"RNDV_THRESH": "inf"}
 
 
@@ -68,7 +68,7 @@ class UcxAgent(EngineAgent):
         secret: bytes | str | None = None,
     ) -> None:
         self._check_name(name)
-        _check_config(config or {})
+        _check_config((config or {}).items())
         defaults = {k: v for k, v in _DEFAULTS.items() if f"UCX_{k}" not in os.environ}
         library = _loader.load_ucx()
         self._context = _native.UcxContext(library, defaults | dict(config or {}))
@@ -137,12 +137,12 @@ class UcxAgent(EngineAgent):
         if nbytes <= 0 or any(size < 0 for size in sizes):
             raise ConfigError(f"an array of shape {sizes} and type {kind} has no bytes to allocate")
         memory = _native.UcxMemory.allocate(self._context, nbytes)
-        array: npt.NDArray[np.generic] = np.frombuffer(memory, dtype=kind, count=nbytes // kind.itemsize)
+        array: npt.NDArray[np.generic] = np.frombuffer(memoryview(memory), dtype=kind)
         array.view(np.uint8)[...] = 0
         return array.reshape(sizes)
 
 
-def _check_config(config: Mapping[str, str]) -> None:
-    for key, value in config.items():
+def _check_config(config: Iterable[tuple[object, object]]) -> None:
+    for key, value in config:
         if not isinstance(key, str) or not isinstance(value, str):
             raise ConfigError(f"UCX setting {key!r}: {value!r} must be a string for a string")
