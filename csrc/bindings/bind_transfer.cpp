@@ -14,6 +14,7 @@
 #include "base/error.hpp"
 #include "bindings/bind.hpp"
 #include "bindings/py_shared.hpp"
+#include "bindings/py_wait.hpp"
 #include "kv/plan.hpp"
 #include "nixl/driver.hpp"
 #include "nixl/library.hpp"
@@ -27,7 +28,6 @@ namespace pynixlkv::bindings {
 
 namespace {
 
-using transfer::Clock;
 using transfer::Engine;
 using transfer::EngineOptions;
 using transfer::FakeDriver;
@@ -44,21 +44,6 @@ using transfer::Transfer;
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 using IdArray = py::array_t<std::int64_t, py::array::c_style>;
 using RowArray = py::array_t<std::uint64_t, py::array::c_style>;
-
-/// Longest stretch that a wait spends without looking for signals such as Ctrl-C.
-constexpr auto kSignalCheck = std::chrono::milliseconds(50);
-
-/// Seconds as a duration: "for ever" becomes decades, which the clock can still add to now; a
-/// negative number or NaN becomes 0.
-Clock::duration duration(double seconds) {
-    constexpr double kLongest = 1e9;
-    return std::chrono::duration_cast<Clock::duration>(
-        std::chrono::duration<double>(seconds > 0 ? std::min(seconds, kLongest) : 0));
-}
-
-TimePoint after(double seconds) {
-    return Clock::now() + duration(seconds);
-}
 
 std::vector<Row> copy_rows(const RowArray& array) {
     if (array.ndim() != 2 || array.shape(1) != 3) {
@@ -81,26 +66,6 @@ std::vector<Span> copy_spans(const RowArray& rows, const std::vector<int>& memor
         spans.push_back({copied[i], static_cast<Memory>(memories[i])});
     }
     return spans;
-}
-
-/// Wait in slices without the GIL, so that Ctrl-C interrupts.
-template <class F>
-bool wait_in_slices(double seconds, F wait_until) {
-    const TimePoint until = after(seconds);
-    for (;;) {
-        bool reached = false;
-        const TimePoint slice = std::min(until, Clock::now() + kSignalCheck);
-        {
-            const py::gil_scoped_release release;
-            reached = wait_until(slice);
-        }
-        if (reached || slice == until) {
-            return reached;
-        }
-        if (PyErr_CheckSignals() != 0) {
-            throw py::error_already_set();
-        }
-    }
 }
 
 py::list notification_list(const std::vector<transfer::Notification>& notes) {

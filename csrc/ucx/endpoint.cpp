@@ -4,6 +4,7 @@
 
 #include "base/error.hpp"
 #include "base/text.hpp"
+#include "ucx/request.hpp"
 
 namespace pynixlkv::ucx {
 
@@ -95,6 +96,15 @@ void Endpoint::send(Completion& completion, unsigned id, std::string_view header
                                     data.size(), &params));
 }
 
+void Endpoint::park(std::unique_ptr<Request> request) {
+    parked_.push_back(std::move(request));
+}
+
+std::size_t Endpoint::num_parked() {
+    std::erase_if(parked_, [](const auto& request) { return request->is_done(); });
+    return parked_.size();
+}
+
 void Endpoint::close() {
     if (handle_ == nullptr || !worker_->context()->process().is_here()) {
         return;
@@ -118,6 +128,7 @@ void Endpoint::close() {
         worker_->progress();
     }
     fn().request_free(request);
+    (void)num_parked();
 }
 
 RemoteKey::RemoteKey(std::shared_ptr<Endpoint> endpoint, std::string_view packed)

@@ -9,6 +9,7 @@
 #include <set>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "base/live_count.hpp"
 #include "ucx/worker.hpp"
@@ -16,6 +17,7 @@
 namespace pynixlkv::ucx {
 
 class RemoteKey;
+class Request;
 
 /// A connection to one worker of a peer. Externally synchronised, see Worker.
 class Endpoint : public std::enable_shared_from_this<Endpoint>, LiveCounted<Endpoint> {
@@ -47,6 +49,10 @@ class Endpoint : public std::enable_shared_from_this<Endpoint>, LiveCounted<Endp
     /// Send an active message. The data, not the header, must stay in place until completion.
     void send(Completion& completion, unsigned id, std::string_view header, std::string_view data);
 
+    /// Keep a request that nobody waits for any more until it has ended.
+    void park(std::unique_ptr<Request> request);
+    [[nodiscard]] std::size_t num_parked();
+
     /// Close without asking the peer; what is under way ends as cancelled before this returns. Its
     /// remote keys become unusable. Idempotent.
     void close();
@@ -64,6 +70,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint>, LiveCounted<Endp
     capi::Endpoint handle_ = nullptr;
     std::optional<Status> failure_;
     std::set<RemoteKey*> keys_;
+    std::vector<std::unique_ptr<Request>> parked_;
 };
 
 /// Access to some memory of a peer through one endpoint.

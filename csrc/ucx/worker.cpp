@@ -1,5 +1,8 @@
 #include "ucx/worker.hpp"
 
+#include <poll.h>
+
+#include <algorithm>
 #include <utility>
 
 #include "base/error.hpp"
@@ -27,15 +30,17 @@ Status deliver(void* argument, const void* header, std::size_t header_length, vo
 
 }  // namespace
 
-std::shared_ptr<Worker> Worker::create(std::shared_ptr<Context> context) {
-    return std::shared_ptr<Worker>(new Worker(std::move(context)));
+std::shared_ptr<Worker> Worker::create(std::shared_ptr<Context> context, bool single_thread) {
+    return std::shared_ptr<Worker>(new Worker(std::move(context), single_thread));
 }
 
-Worker::Worker(std::shared_ptr<Context> context) : context_(std::move(context)) {
+Worker::Worker(std::shared_ptr<Context> context, bool single_thread)
+    : context_(std::move(context)),
+      owner_(single_thread ? std::optional(std::this_thread::get_id()) : std::nullopt) {
     context_->process().require_here("a UCX context");
     capi::WorkerParams params{};
     params.mask = capi::WorkerParams::kThreadMode;
-    params.thread_mode = capi::kThreadSerialized;
+    params.thread_mode = single_thread ? capi::kThreadSingle : capi::kThreadSerialized;
     capi::Worker raw = nullptr;
     library().check(library().fn().worker_create(context_->handle(), &params, &raw),
                     "ucp_worker_create", [] { return "making a worker"; });
@@ -51,6 +56,27 @@ Worker::~Worker() {
         const std::lock_guard lock(mutex_);
         library().fn().worker_destroy(handle_);
     }
+}
+
+std::unique_lock<std::recursive_mutex> Worker::enter() const {
+    context_->process().require_here("a UCX worker");
+    if (owner_ && *owner_ != std::this_thread::get_id()) {
+        throw Error(
+            "StateError",
+            "a single-threaded UCX worker was used by another thread than the one that made "
+            "it; make it with single_thread=False, or a worker for each thread");
+    }
+    return std::unique_lock(mutex_);
+}
+
+void Worker::sleep(TimePoint until) const {
+    // Another thread may take the event that this one waits for, so nobody sleeps for long.
+    constexpr auto kLongest = std::chrono::milliseconds(20);
+    const auto left = std::clamp(
+        std::chrono::ceil<std::chrono::milliseconds>(until - std::chrono::steady_clock::now()),
+        std::chrono::milliseconds::zero(), kLongest);
+    pollfd event{event_fd_, POLLIN, 0};
+    (void)::poll(&event, 1, static_cast<int>(left.count()));
 }
 
 std::string Worker::address() const {

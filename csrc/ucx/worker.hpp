@@ -2,18 +2,23 @@
 /// UCX workers, and the counting of what is under way on them.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "base/live_count.hpp"
 #include "ucx/context.hpp"
 
 namespace pynixlkv::ucx {
+
+using TimePoint = std::chrono::steady_clock::time_point;
 
 /// Counts the requests that one owner has under way and keeps the first failure among them. UCX
 /// writes to it from within Worker::progress(), so it must stay in place until it is quiet.
@@ -73,16 +78,23 @@ class Completion {
 using MessageHandler = std::function<void(std::string_view header, std::string_view data)>;
 
 /// A progress engine. It and what hangs from it may be used by several threads, one at a time:
-/// callers that share one hold `mutex()` around each use. Destructors take it by themselves.
+/// callers that share one hold what `enter()` gives around each use. Destructors do it themselves.
 class Worker : public std::enable_shared_from_this<Worker>, LiveCounted<Worker> {
   public:
     static constexpr const char* kLiveName = "ucx.Worker";
 
-    [[nodiscard]] static std::shared_ptr<Worker> create(std::shared_ptr<Context> context);
+    /// @param single_thread promise to UCX that only this thread will use the worker
+    [[nodiscard]] static std::shared_ptr<Worker> create(std::shared_ptr<Context> context,
+                                                        bool single_thread = false);
     Worker(const Worker&) = delete;
     Worker& operator=(const Worker&) = delete;
     ~Worker();
 
+    /// Keep other threads out for as long as the result lives.
+    /// @throws Error ForkError in a child process, StateError on a thread to which a
+    /// single-threaded
+    ///         worker does not belong
+    [[nodiscard]] std::unique_lock<std::recursive_mutex> enter() const;
     [[nodiscard]] std::recursive_mutex& mutex() const noexcept { return mutex_; }
     [[nodiscard]] const std::shared_ptr<Context>& context() const noexcept { return context_; }
     [[nodiscard]] const Library& library() const noexcept { return context_->library(); }
@@ -97,16 +109,40 @@ class Worker : public std::enable_shared_from_this<Worker>, LiveCounted<Worker> 
     [[nodiscard]] int event_fd() const noexcept { return event_fd_; }
     /// @return false if there is something to do right now
     [[nodiscard]] bool arm();
-    /// Make event_fd() readable. May be called without the mutex.
+    /// Make progress until a condition holds, looking at it with other threads kept out.
+    /// @param spin burn the processor instead of sleeping on the event descriptor
+    /// @return whether it held in time
+    template <class Condition>
+    [[nodiscard]] bool progress_until(TimePoint until, bool spin, Condition condition) {
+        for (;;) {
+            {
+                const auto inside = enter();
+                progress();
+                if (condition()) {
+                    return true;
+                }
+                if (std::chrono::steady_clock::now() >= until) {
+                    return false;
+                }
+                if (spin || !arm()) {
+                    continue;
+                }
+            }
+            sleep(until);
+        }
+    }
+    /// Make event_fd() readable. May be called by any thread.
     void signal();
     /// Call a function for every active message of an id, from now on.
     void on_message(unsigned id, MessageHandler handler);
 
   private:
     friend class LiveCounted<Worker>;
-    explicit Worker(std::shared_ptr<Context> context);
+    Worker(std::shared_ptr<Context> context, bool single_thread);
+    void sleep(TimePoint until) const;
 
     const std::shared_ptr<Context> context_;
+    const std::optional<std::thread::id> owner_;  ///< of a single-threaded worker
     mutable std::recursive_mutex mutex_;
     capi::Worker handle_ = nullptr;
     int event_fd_ = -1;

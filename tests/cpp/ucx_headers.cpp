@@ -1,5 +1,5 @@
-// Compiled, not run, by tests/native/test_ucx_declarations.py against the headers of an installed UCX:
-// our declarations of its interface say the same as its own.
+// Compiled, not run, by tests/native/test_ucx_declarations.py against the headers of an installed
+// UCX: our declarations of its interface say the same as its own.
 #include <ucp/api/ucp.h>
 
 #include <type_traits>
@@ -15,9 +15,10 @@ static_assert(sizeof(Status) == sizeof(ucs_status_t));
 static_assert(std::is_signed_v<std::underlying_type_t<Status>>);
 static_assert(UCS_ERR_CONNECTION_RESET < 0);
 
-#define SAME_FIELD(ours, our_field, theirs, their_field)                   \
+#define SAME_FIELD(ours, our_field, theirs, their_field)                       \
     static_assert(offsetof(ours, our_field) == offsetof(theirs, their_field)); \
-    static_assert(sizeof(std::declval<ours>().our_field) == sizeof(std::declval<theirs>().their_field))
+    static_assert(sizeof(std::declval<ours>().our_field) ==                    \
+                  sizeof(std::declval<theirs>().their_field))
 #define SAME_VALUE(ours, theirs) \
     static_assert(static_cast<std::uint64_t>(ours) == static_cast<std::uint64_t>(theirs))
 

@@ -1,0 +1,60 @@
+/// @file
+/// One call under way, for those who wait for each by itself.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/live_count.hpp"
+#include "ucx/endpoint.hpp"
+
+namespace pynixlkv::ucx {
+
+/// Owns what a call uses until it has ended. Externally synchronised, see Worker.
+class Request : LiveCounted<Request> {
+  public:
+    static constexpr const char* kLiveName = "ucx.Request";
+
+    /// Whatever the call uses: memory, keys, bytes.
+    using Keeps = std::vector<std::shared_ptr<const void>>;
+
+    /// Make a call.
+    /// @param post gets the completion to hand to the endpoint's functions
+    /// @throws UcxError when the call fails at once
+    template <class Post>
+    [[nodiscard]] static std::shared_ptr<Request> start(std::shared_ptr<Endpoint> endpoint,
+                                                        const char* call, Keeps keeps, Post post) {
+        std::unique_ptr<Request> request(new Request(std::move(endpoint), call, std::move(keeps)));
+        post(request->completion_);
+        (void)request->check();
+        // A request that is dropped before it has ended lives on at its endpoint.
+        return {request.release(), [](Request* dropped) { retire(dropped); }};
+    }
+    Request(const Request&) = delete;
+    Request& operator=(const Request&) = delete;
+    ~Request() = default;
+
+    [[nodiscard]] const std::shared_ptr<Endpoint>& endpoint() const noexcept { return endpoint_; }
+    [[nodiscard]] bool is_done() const noexcept { return completion_.is_quiet(); }
+    /// @return whether it has ended well
+    /// @throws UcxError when it has ended otherwise
+    [[nodiscard]] bool check() const;
+
+  private:
+    friend class LiveCounted<Request>;
+    Request(std::shared_ptr<Endpoint> endpoint, const char* call, Keeps keeps)
+        : endpoint_(std::move(endpoint)),
+          call_(call),
+          keeps_(std::move(keeps)),
+          completion_(endpoint_->worker()->library()) {}
+    static void retire(Request* request);
+
+    const std::shared_ptr<Endpoint> endpoint_;
+    const char* const call_;
+    const Keeps keeps_;
+    Completion completion_;
+};
+
+}  // namespace pynixlkv::ucx
