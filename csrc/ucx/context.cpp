@@ -1,7 +1,11 @@
 #include "ucx/context.hpp"
 
+#include <algorithm>
 #include <cstdlib>
+#include <fstream>
 #include <iterator>
+#include <limits>
+#include <sstream>
 #include <utility>
 
 #include "base/error.hpp"
@@ -15,6 +19,28 @@ struct ReleaseConfig {
     const Library* library = nullptr;
     void operator()(capi::Config config) const { library->fn().config_release(config); }
 };
+
+/// Memory that can be had without swapping, as far as the system tells; in bytes.
+std::uint64_t free_memory() {
+    std::uint64_t free = std::numeric_limits<std::uint64_t>::max();
+    std::ifstream info("/proc/meminfo");
+    for (std::string line; std::getline(info, line);) {
+        std::istringstream words(line);
+        std::string name;
+        std::uint64_t kib = 0;
+        if (words >> name >> kib && name == "MemAvailable:") {
+            free = kib * 1024;
+        }
+    }
+    // The files of a control group without a limit hold a word, or do not exist.
+    std::uint64_t limit = 0;
+    std::uint64_t used = 0;
+    if (std::ifstream("/sys/fs/cgroup/memory.max") >> limit &&
+        std::ifstream("/sys/fs/cgroup/memory.current") >> used) {
+        free = std::min(free, limit > used ? limit - used : 0);
+    }
+    return free;
+}
 
 }  // namespace
 
@@ -92,6 +118,12 @@ std::shared_ptr<MemoryHandle> MemoryHandle::map(std::shared_ptr<Context> context
 
 std::shared_ptr<MemoryHandle> MemoryHandle::allocate(std::shared_ptr<Context> context,
                                                      std::uint64_t length) {
+    // Shared memory is committed when it is made: too much of it would take the machine down before
+    // UCX could say no.
+    if (const std::uint64_t free = free_memory(); length > free) {
+        throw Error("ConfigError", text(length, " bytes cannot be allocated: ", free,
+                                        " bytes of memory are free"));
+    }
     capi::MemoryParams params{};
     params.mask = capi::MemoryParams::kLength | capi::MemoryParams::kFlags;
     params.length = length;

@@ -136,9 +136,9 @@ class Context:
         Raises
         ------
         ConfigError
-            If it is not a positive number of bytes.
+            If it is not a positive number of bytes, or more than are free.
         UcxError
-            If there is not so much memory.
+            If UCX cannot allocate it.
         """
         if nbytes < 1:
             raise ConfigError(f"{nbytes} bytes cannot be allocated")

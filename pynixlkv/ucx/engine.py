@@ -114,11 +114,11 @@ class UcxAgent(EngineAgent):
         Raises
         ------
         ConfigError
-            If there are no elements.
+            If there are no elements, or more bytes than are free.
         ClosedError
             If the agent is closed.
         UcxError
-            If there is not so much memory.
+            If UCX cannot allocate it.
 
         Notes
         -----
