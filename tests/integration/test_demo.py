@@ -30,8 +30,20 @@ def run(*options):
         ["--prefill-tp", "4", "--decode-tp", "2"],
         ["--prefill-axes", "KBHND", "--decode-axes", "KBNHD"],
         ["--prefill-axes", "BHNC", "--decode-axes", "LKBHND", "--decode-tp", "2"],
+        ["--engine", "ucx"],
+        ["--engine", "ucx", "--prefill-tp", "2", "--decode-tp", "4"],
+        ["--engine", "ucx", "--prefill-tp", "4", "--decode-tp", "2"],
     ],
-    ids=["1:1", "2:4", "4:2", "HND to NHD", "packed to cross-layer, 1:2"],
+    ids=[
+        "1:1",
+        "2:4",
+        "4:2",
+        "HND to NHD",
+        "packed to cross-layer, 1:2",
+        "ucx, 1:1",
+        "ucx, 2:4",
+        "ucx, 4:2",
+    ],
 )
 def test_every_byte_arrives_where_it_belongs(options):
     done, report = run("--blocks", "3", *options)

@@ -1,4 +1,4 @@
-"""What happens to transfers when processes die, hang, or lie; real NIXL between real processes."""
+"""What happens to transfers when processes die, hang, or lie; real engines, real processes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,26 @@ from pynixlkv.errors import HandshakeError, PeerLostError, TransferError
 from pynixlkv.nixl import NixlAgent
 from pynixlkv.testing.conformance import rows
 from pynixlkv.testing.remote import Pool, ProcessRemote, random_bytes
+from pynixlkv.ucx import UcxAgent
 
-TRANSPORTS = {"same-host copies": {}, "tcp": {"engine_config": "TLS=tcp"}}
+ENGINES = {
+    "nixl, same-host copies": NixlAgent,
+    "nixl, tcp": functools.partial(NixlAgent, backend_params={"engine_config": "TLS=tcp"}),
+    "ucx, same-host copies": UcxAgent,
+    "ucx, tcp": functools.partial(UcxAgent, config={"TLS": "tcp"}),
+}
 GUARD = 4096
 SIZE = 32 << 20
 
 
-@pytest.fixture(params=list(TRANSPORTS.values()), ids=list(TRANSPORTS))
-def params(request):
+@pytest.fixture(params=list(ENGINES.values()), ids=list(ENGINES))
+def make(request):
     return request.param
 
 
 @pytest.fixture
-def remote(params):
-    remote = ProcessRemote(functools.partial(NixlAgent, backend_params=params))
+def remote(make):
+    remote = ProcessRemote(make)
     yield remote
     remote.close()
 
@@ -47,11 +53,11 @@ class Guarded:
         return (self.all[:GUARD] == 0xA5).all() and (self.all[-GUARD:] == 0xA5).all()
 
 
-def test_a_peer_killed_at_random_moments_never_gives_wrong_bytes(remote, params):
+def test_a_peer_killed_at_random_moments_never_gives_wrong_bytes(remote, make):
     rng = random.Random(5)
     expected = random_bytes(SIZE, 21)
     lost = 0
-    with NixlAgent("reader", backend_params=params) as agent:
+    with make("reader") as agent:
         for turn in range(8):
             buffer = Guarded(SIZE)
             with agent.register(buffer.all):
@@ -85,15 +91,14 @@ def test_a_peer_killed_at_random_moments_never_gives_wrong_bytes(remote, params)
     assert lost == 8
 
 
-def test_a_killed_reader_does_not_harm_the_one_that_is_read(remote, params):
-    make = functools.partial(NixlAgent, backend_params=params)
+def test_a_killed_reader_does_not_harm_the_one_that_is_read(remote, make):
     theirs = remote.register_more(SIZE, 22)
     for _ in range(3):
         victim = ProcessRemote(make, "victim")
         peer_hello = remote.hello()
         victim.start_pulling(peer_hello, theirs, SIZE)
         victim.kill()
-    with NixlAgent("survivor", backend_params=params) as agent:
+    with make("survivor") as agent:
         buffer = Guarded(SIZE)
         agent.register(buffer.all)
         peer = agent.connect(remote.hello())
@@ -116,11 +121,11 @@ class _Spy:
         return getattr(self._native, name)
 
 
-def test_no_mutated_hello_reaches_nixl(params):
+def test_no_mutated_hello_reaches_the_engine(make):
     rng = random.Random(11)
     with (
-        NixlAgent("a", backend_params=params) as a,
-        NixlAgent("b", backend_params=params) as b,
+        make("a") as a,
+        make("b") as b,
     ):
         pool = Pool()
         b.register(pool.cache)
@@ -148,10 +153,10 @@ def test_no_mutated_hello_reaches_nixl(params):
         a._native = spy._native
 
 
-def test_ten_thousand_transfers_leave_nothing_behind(remote, params):
+def test_ten_thousand_transfers_leave_nothing_behind(remote, make):
     process = psutil.Process()
     pool = Pool("BNKHD")
-    with NixlAgent("many", backend_params=params) as agent:
+    with make("many") as agent:
         agent.register(pool.cache)
         remote.fill(1)
         peer = agent.connect(remote.hello())
@@ -169,14 +174,14 @@ def test_ten_thousand_transfers_leave_nothing_behind(remote, params):
     # That nothing native is left is checked after every test.
 
 
-def test_an_agent_dropped_with_a_hung_transfer_keeps_its_memory_until_quiet():
-    params = TRANSPORTS["tcp"]
-    remote = ProcessRemote(functools.partial(NixlAgent, backend_params=params))
+@pytest.mark.parametrize("make", [ENGINES["nixl, tcp"], ENGINES["ucx, tcp"]], ids=["nixl", "ucx"])
+def test_an_agent_dropped_with_a_hung_transfer_keeps_its_memory_until_quiet(make):
+    remote = ProcessRemote(make)
     try:
         buffer = np.zeros(SIZE, dtype=np.uint8)
         address = int(buffer.__array_interface__["data"][0])
         theirs = remote.register_more(SIZE, 23)
-        agent = NixlAgent("dropped", backend_params=params)
+        agent = make("dropped")
         agent.register(buffer)
         peer = agent.connect(remote.hello())
         remote.pause()
@@ -200,10 +205,10 @@ def test_an_agent_dropped_with_a_hung_transfer_keeps_its_memory_until_quiet():
         remote.close()
 
 
-def test_a_refused_read_names_what_arrived(remote, params):
+def test_a_refused_read_names_what_arrived(remote, make):
     cache = Pool().cache
     assert isinstance(cache, KVCache)
-    with NixlAgent("late", backend_params=params) as agent:
+    with make("late") as agent:
         agent.register(cache)
         peer = agent.connect(remote.hello())
         remote.kill()
@@ -213,5 +218,5 @@ def test_a_refused_read_names_what_arrived(remote, params):
             ).wait(20.0)
         assert caught.value.peer == "remote"
         assert caught.value.bytes_done == 0
-        assert caught.value.__cause__ is None or caught.value.__cause__.library == "nixl"
+        assert caught.value.__cause__ is None or caught.value.__cause__.library == agent.engine
         remote.start()
