@@ -311,3 +311,104 @@ def test_b090_two_ucx_libraries_in_one_process(first):
     print(*(l.path for l in _loader._loaded_libraries() if "libucp" in l.path), sep="\\n")
     """)
     assert len(run_python(code).splitlines()) == 2
+
+
+# ---- UCX
+
+
+@pytest.fixture
+def no_ucx(monkeypatch, no_nixl):
+    """A machine without UCX or NIXL."""
+    monkeypatch.delenv("PYNIXLKV_UCX_LIBRARY", raising=False)
+    monkeypatch.setattr(_loader, "_loaded_ucx", None)
+
+
+def test_ucx_not_found_names_every_path_and_the_command(no_ucx):
+    with pytest.raises(LibraryNotFoundError) as caught:
+        _loader.find_ucx()
+    message = str(caught.value)
+    assert 'pip install "libucx-cu12>=1.18"' in message
+    assert "PYNIXLKV_UCX_LIBRARY" in message
+    for tried in ("libucx-cu12", "libucx-cu13", "nixl-cu12", "nixl-cu13", "one/libucp.so.0"):
+        assert tried in message
+    report = pynixlkv.native_report()
+    assert report.ucx is None
+    assert any(line.startswith("UCX: UCX was not found") for line in report.missing)
+
+
+def test_ucx_is_looked_for_in_order(no_ucx, install, monkeypatch, tmp_path):
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "libucp.so.0").touch()
+    assert _loader.find_ucx().origin == "system"
+    install("nixl-cu12", "1.5.1", library="libucp-0123abcd.so.0.0.0")
+    location = _loader.find_ucx()
+    assert location.origin == "nixl-cu12"
+    assert location.path.endswith("/libucp-0123abcd.so.0.0.0")
+    install("libucx-cu13", "1.22.0", library="libucp.so")
+    assert _loader.find_ucx().origin == "libucx-cu13"
+    mine = tmp_path / "mine" / "libucp.so.0"
+    mine.parent.mkdir()
+    mine.touch()
+    for value in (mine, mine.parent):
+        monkeypatch.setenv("PYNIXLKV_UCX_LIBRARY", str(value))
+        location = _loader.find_ucx()
+        assert location == _loader.LibraryLocation(str(mine), "", "PYNIXLKV_UCX_LIBRARY")
+    monkeypatch.setenv("PYNIXLKV_UCX_LIBRARY", str(tmp_path / "nowhere"))
+    with pytest.raises(LibraryNotFoundError, match="nowhere"):
+        _loader.find_ucx()
+
+
+@pytest.fixture
+def build_ucx(tmp_path):
+    """Build a libucp of a version, without some of the functions that pynixlkv needs."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    header = (ROOT / "csrc/ucx/capi.hpp").read_text()
+    table = re.search(r"define PYNIXLKV_UCP_FUNCTIONS\(X\)(.*?)\n\n", header, re.DOTALL)
+    names = set(re.findall(r"\bX\([\w ]+(?: ?\*)?, (\w+),", table.group(1)))
+    assert len(names) > 30
+    assert "get_version" in names
+
+    def build(minor, without=()):
+        source = "".join(
+            f"int ucp_{name}(void){{return 0;}}" for name in names - {"get_version", *without}
+        )
+        source += (
+            "void ucp_get_version(unsigned* a, unsigned* b, unsigned* c)"
+            f"{{*a = 1; *b = {minor}; *c = 0;}}"
+        )
+        (tmp_path / "ucp.c").write_text(source)
+        path = tmp_path / "libucp.so.0"
+        subprocess.run(
+            [compiler, "-shared", "-fPIC", "-o", path, tmp_path / "ucp.c"], check=True, timeout=60
+        )
+        return path
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("minor", "without", "words"),
+    [(17, (), ["UCX 1.17.0", "1.18 or newer"]), (22, ("rkey_ptr",), ["no symbol ucp_rkey_ptr"])],
+)
+def test_a_ucx_that_does_not_do_is_refused(no_ucx, monkeypatch, build_ucx, minor, without, words):
+    path = build_ucx(minor, without)
+    monkeypatch.setenv("PYNIXLKV_UCX_LIBRARY", str(path))
+    with pytest.raises(LibraryVersionError) as caught:
+        _loader.load_ucx()
+    for word in (*words, str(path), "pip install"):
+        assert word in str(caught.value)
+
+
+def test_a_file_that_is_no_ucx_is_refused(no_ucx, monkeypatch, tmp_path):
+    (tmp_path / "libucp.so.0").write_text("not a library")
+    monkeypatch.setenv("PYNIXLKV_UCX_LIBRARY", str(tmp_path))
+    with pytest.raises(LibraryNotFoundError, match=r"cannot open .*pip install"):
+        _loader.load_ucx()
+
+
+def test_native_report_names_the_ucx():
+    report = pynixlkv.native_report()
+    assert report.ucx == _loader.find_ucx()
+    assert report.to_dict()["ucx"]["path"] == report.ucx.path
