@@ -311,8 +311,9 @@ class ProcessRemote:
         return self._process.is_alive()
 
     def pause(self) -> None:
-        """Stop the process (SIGSTOP)."""
+        """Stop the process (SIGSTOP), and wait until all of its threads stand still."""
         os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
 
     def resume(self) -> None:
         """Let it go on (SIGCONT)."""
