@@ -252,9 +252,10 @@ void Loop::choose_lists(Active& a) {
     if (!pool || a.local.empty()) {
         return;
     }
+    const auto num_indices = a.source->num_indices();
     const double saved_ns = costs_.row_ns * static_cast<double>(a.local.size()) -
-                            costs_.index_ns * static_cast<double>(a.source->num_indices());
-    if (saved_ns <= 0) {
+                            costs_.index_ns * static_cast<double>(num_indices.value_or(0));
+    if (!num_indices || saved_ns <= 0) {
         return;
     }
     Peer& peer = *a.transfer->peer_;

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -103,7 +104,7 @@ class BlockSource final : public Source {
             remote.push_back(pair_.row_b(block));
         }
     }
-    std::size_t num_indices() const override { return blocks_.size(); }
+    std::optional<std::size_t> num_indices() const override { return blocks_.size(); }
     void expand_indices(std::vector<std::int32_t>& local,
                         std::vector<std::int32_t>& remote) const override {
         for (const std::size_t block : blocks_) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -263,6 +264,9 @@ def test_coverage_says_what_only_one_side_has() -> None:
     assert (nothing.tokens, nothing.local_only, nothing.remote_only) == (range(0), (), (0, 1))
     apart = plan.coverage([1], [2], remote_start=16)
     assert (len(apart.tokens), apart.local_only, apart.remote_only) == (0, (0,), (0,))
+    # Nothing in common, from a position inside a block on.
+    inside = plan.coverage([1], [], remote_start=4)
+    assert (len(inside.tokens), inside.local_only, inside.remote_only) == (0, (0,), ())
     with pytest.raises(PlanError, match="local block 6 at index 0"):
         plan.coverage([6], [0, 1])
 
@@ -311,7 +315,7 @@ def test_tables_of_any_integers(kind) -> None:
     local, remote = Made("KBHND"), Made("KBHND")
     plan = TransferPlan(local.geometry, remote.geometry)
     if isinstance(kind, torch.dtype):
-        table = torch.tensor([1, 2], dtype=kind)
+        table: Any = torch.tensor([1, 2], dtype=kind)
     else:
         table = np.array([[1, 9], [2, 9]], kind)[:, 0]
     expected = plan.descriptors([1, 2], (1, 2))

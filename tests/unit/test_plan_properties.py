@@ -59,7 +59,7 @@ def models(draw) -> Model:
         num_layers=draw(st.integers(1, 3)),
         head_dim=draw(st.integers(1, 3)),
         itemsize=draw(st.sampled_from([1, 2, 4, 8])),
-        interleave=draw(st.sampled_from([1, 1, 2])),
+        interleave=draw(st.sampled_from([1, 2, 4])),
     )
 
 
@@ -89,7 +89,8 @@ def shapes(draw, model: Model, ranks: Ranks, rank: int, layers: tuple[int, ...])
     order = axes if kind == "as is" else "".join(draw(st.permutations(letters)))
     block_size = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
     # A turn of the context-parallel deal never ends inside a block.
-    block_size *= model.interleave // gcd(block_size, model.interleave)
+    interleave = model.interleave if ranks.dcp > 1 else 1
+    block_size *= interleave // gcd(block_size, interleave)
     padded = sorted(draw(st.sets(st.sampled_from(axes), max_size=2)))
     return Shape(
         axes=axes,
@@ -101,7 +102,7 @@ def shapes(draw, model: Model, ranks: Ranks, rank: int, layers: tuple[int, ...])
         itemsize=model.itemsize,
         token_rank=rank % ranks.dcp,
         token_ranks=ranks.dcp,
-        interleave=model.interleave,
+        interleave=interleave,
         order=order,
         before={axis: draw(st.integers(0, 2)) for axis in padded},
         after={axis: draw(st.integers(0, 2)) for axis in padded},
@@ -165,7 +166,7 @@ def cache_of(side: Side, model: Model, ranks: Ranks, rank: int) -> KVCache:
         kv_heads=model.kv_heads,
         tp=(rank, ranks.size),
         dcp=(rank % ranks.dcp, ranks.dcp),
-        interleave=model.interleave,
+        interleave=side.shape.interleave,
         layers=side.shape.layers,
     )
 
@@ -311,7 +312,7 @@ def test_writing_moves_the_same_the_other_way(data) -> None:
     rows = plan.descriptors(
         table.local_blocks, table.remote_blocks, **table.arguments, operation=Operation.WRITE
     )
-    check_rows(local, remote, *rows, max_bytes)
+    check_rows(local, remote, rows[0], rows[1], max_bytes)
     apply(*rows, write=True)
     assert_same(remote.buffers, expected)
     assert_same(local.buffers, before)
@@ -387,7 +388,7 @@ def test_coverage_says_what_can_be_moved(data) -> None:
     rows = plan.descriptors(
         *kept, local_start=starts[0], remote_start=starts[1], num_tokens=coverage.tokens.stop
     )
-    check_rows(local, remote, *rows, max_bytes)
+    check_rows(local, remote, rows[0], rows[1], max_bytes)
     apply(*rows)
     assert_same(local.buffers, expected)
 
@@ -457,15 +458,11 @@ def test_groups_have_tables_of_their_own(data) -> None:
     for name, (_, local, remote) in kinds.items():
         if name == "state":
             count = data.draw(st.integers(0, 5))
-            table = Tables(
-                *(
-                    data.draw(st.permutations(range(side.shape.num_blocks)))[:count]
-                    for side in (local, remote)
-                ),
-                0,
-                0,
-                None,
+            ours, theirs = (
+                data.draw(st.permutations(range(side.shape.num_blocks)))[:count]
+                for side in (local, remote)
             )
+            table = Tables(ours, theirs, 0, 0, None)
         else:
             table = data.draw(tables(local.shape, remote.shape))
         remote.fill(table.remote_blocks, table.remote_start)
@@ -483,7 +480,12 @@ def test_groups_have_tables_of_their_own(data) -> None:
         arguments["remote_start"][name] = table.remote_start
         if table.num_tokens is not None:
             num_tokens[name] = table.num_tokens
-    rows = plan.descriptors(*blocks, num_tokens=num_tokens, **arguments)
+    rows = plan.descriptors(
+        *blocks,
+        num_tokens=num_tokens,
+        local_start=arguments["local_start"],
+        remote_start=arguments["remote_start"],
+    )
     starts = rows[0][:, 0].tolist()
     assert starts == sorted(starts)
     apply(*rows)
@@ -551,3 +553,23 @@ def test_an_indivisible_token_axis_moves_whole_blocks(data) -> None:
         check_rows(local, remote, *rows, None)
         apply(*rows)
     assert_same(local.buffers, expected)
+
+
+def test_layers_of_one_group_may_have_strides_of_their_own() -> None:
+    """Two layers that adjoin at block 0 and nowhere else are one run there and two elsewhere."""
+    local = np.zeros((2, 2, 4), np.uint8)
+    memory = np.arange(1, 81, dtype=np.uint8)
+    # Layer 0 has its blocks at 0 and 12, layer 1 at 4 and 32.
+    remote = {
+        "layer.0": np.lib.stride_tricks.as_strided(memory, (2, 4), (12, 1)),
+        "layer.1": np.lib.stride_tricks.as_strided(memory[4:], (2, 4), (28, 1)),
+    }
+    plan = TransferPlan(
+        KVCache.from_tensors({"all": local}, axes="BLD", kv_heads=None).geometry,
+        KVCache.from_tensors(remote, axes="BD", kv_heads=None).geometry,
+    )
+    rows = plan.descriptors([0, 1], [0, 1])
+    assert rows[0][:, 1].tolist() == [8, 4, 4]
+    apply(*rows)
+    for layer, array in enumerate(remote.values()):
+        assert local[:, layer].tolist() == array.tolist()
