@@ -1,17 +1,22 @@
 # Each target does its own set-up and can be repeated. CI runs the same ones.
 PYTHON ?= python3
-VENV ?= .venv
 NIXL ?= nixl-cu12==1.5.1
+
+# A preset of CMakePresets.json; each has an environment of its own, because an editable install
+# wins over every other way to name the modules that are to be tested.
+PRESET ?= dev
+VENV := $(if $(filter dev,$(PRESET)),.venv,.venv-$(PRESET))
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -q
-BUILD_DIR ?= build/dev
+IN_VENV := PATH="$(abspath $(VENV))/bin:$$PATH"
 
-NATIVE_SOURCES := CMakeLists.txt pyproject.toml $(wildcard cmake/*.cmake) \
-	$(shell find csrc -name '*.?pp' -o -name '*.pyx' -o -name '*.pxd')
+NATIVE_SOURCES := CMakeLists.txt CMakePresets.json pyproject.toml $(wildcard cmake/*.cmake) \
+	$(shell find csrc tests/cpp -name '*.?pp' -o -name '*.pyx' -o -name '*.pxd' -o -name CMakeLists.txt)
+FORMATTED := $(shell find csrc tests/cpp -name '*.?pp')
 
 .PHONY: help
-help:
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 10
 
 $(VENV)/.venv-made:
 	$(PYTHON) -m venv $(VENV)
@@ -31,9 +36,13 @@ $(VENV)/.lint-deps: $(VENV)/.test-deps
 	$(PIP) install --group lint
 	touch $@
 
+$(VENV)/.cov-deps: $(VENV)/.test-deps
+	$(PIP) install --group cov
+	touch $@
+
 $(VENV)/.installed: $(VENV)/.demo-deps $(NATIVE_SOURCES)
-	$(PIP) install --no-build-isolation --no-deps -Cbuild-dir=$(BUILD_DIR) \
-		-Ccmake.define.PYNIXLKV_WERROR=ON -Ccmake.define.PYNIXLKV_TESTS=ON -e .
+	$(PIP) install --no-build-isolation --no-deps -Cbuild-dir=build/$(PRESET) \
+		-Ccmake.args=--preset=$(PRESET) -Ccmake.build-type= -Cinstall.strip=false -e .
 	touch $@
 
 .PHONY: build
@@ -45,5 +54,78 @@ demo: build  ## move a real KV cache between processes and compare every byte
 
 .PHONY: test
 test: build $(VENV)/.test-deps  ## all tests that need no accelerator
-	ctest --test-dir $(BUILD_DIR) --output-on-failure
-	$(PY) -m pytest
+	$(IN_VENV) ctest --preset $(PRESET)
+	$(PY) -m pytest --junitxml=build/pytest.xml
+
+.PHONY: lint
+lint: build $(VENV)/.lint-deps  ## formatting, style, layers, docstrings, spelling
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
+	$(IN_VENV) cython-lint csrc
+	$(VENV)/bin/lint-imports
+	$(PY) .ci/check_docstrings.py
+	$(VENV)/bin/codespell
+	bash -n .ci/run
+
+.PHONY: typing
+typing: build $(VENV)/.lint-deps  ## mypy, and the stubs against the built modules
+	$(PY) -m mypy
+	$(PY) -m mypy.stubtest pynixlkv._kernels --allowlist .ci/stubtest-allowlist.txt
+	$(PY) .ci/check_native_stub.py
+
+.PHONY: format
+format: $(VENV)/.lint-deps  ## rewrite Python and C++ files in the project's format
+	$(PY) -m ruff format
+	$(PY) -m ruff check --fix
+	$(VENV)/bin/clang-format -i $(FORMATTED)
+
+.PHONY: tidy
+tidy: $(VENV)/.lint-deps  ## clang-tidy on the C++ sources
+	$(IN_VENV) cmake --preset tidy
+	$(IN_VENV) cmake --build --preset tidy
+
+.PHONY: asan
+asan:  ## C++, unit and native tests under address and undefined behaviour sanitizers
+	$(MAKE) PRESET=asan asan-tests
+
+# Python itself leaks by design, so leaks are looked for in the C++ tests. libstdc++ is preloaded too:
+# without it the first C++ exception aborts inside the sanitizer's interceptor.
+.PHONY: asan-tests
+asan-tests: build $(VENV)/.test-deps
+	$(IN_VENV) ctest --preset asan
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+		PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
+		$(PY) -m pytest $(wildcard tests/unit tests/native)
+
+.PHONY: tsan
+tsan: $(VENV)/.demo-deps  ## C++ tests under the thread sanitizer
+	$(IN_VENV) cmake --preset tsan
+	$(IN_VENV) cmake --build --preset tsan
+	$(IN_VENV) ctest --preset tsan
+
+.PHONY: cov
+cov:  ## branch coverage; fails below 100 % on geometry, topology, plan and csrc/kv
+	$(MAKE) PRESET=coverage cov-report
+
+.PHONY: cov-report
+cov-report: build $(VENV)/.cov-deps
+	find build/coverage -name '*.gcda' -delete
+	$(IN_VENV) ctest --preset coverage
+	$(PY) -m coverage run -m pytest
+	$(PY) -m coverage report
+	$(VENV)/bin/gcovr build/coverage --filter csrc/ --txt-metric branch \
+		--exclude-throw-branches --exclude-unreachable-branches
+	$(PY) -m coverage report --fail-under=100 \
+		--include=pynixlkv/geometry.py,pynixlkv/topology.py,pynixlkv/plan.py
+	$(VENV)/bin/gcovr build/coverage --filter csrc/kv/ --txt-metric branch --fail-under-branch 100 \
+		--exclude-throw-branches --exclude-unreachable-branches
+
+.PHONY: bench
+bench: build $(VENV)/.test-deps  ## measure; results in build/bench.json
+	$(PY) -m pytest bench --benchmark-enable --benchmark-json=build/bench.json
+
+.PHONY: clean
+clean:  ## remove everything that these targets made
+	rm -rf build dist .venv .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks \
+		.import_linter_cache .coverage

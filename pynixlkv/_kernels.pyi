@@ -1,13 +1,14 @@
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Self, disjoint_base
 
 def check_geometry(geometry: NDArray[np.uint64]) -> None: ...
 def compile_plan(
     local: NDArray[np.uint64], remote: NDArray[np.uint64], selection: NDArray[np.uint64]
 ) -> NDArray[np.uint64]: ...
-
+@disjoint_base
 class Program:
-    def __init__(self, words: NDArray[np.uint64]) -> None: ...
+    def __new__(cls, words: NDArray[np.uint64]) -> Self: ...
     def expand(
         self, ids: NDArray[np.int64], headers: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]: ...

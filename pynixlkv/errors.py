@@ -296,10 +296,12 @@ def from_native(
         The name of a class of this module, or a NIXL status kind (``"backend"``, …).
     message : str
         The finished message.
-    library, call, detail : str
-        Empty unless the failure came out of a native library.
+    library : str
+        Which native library failed, empty if the failure came out of none.
     status : int
         The native status code, 0 if there is none.
+    call, detail : str
+        The native function and what was being done; empty unless a native library failed.
 
     Returns
     -------

@@ -560,9 +560,7 @@ def _find_spans(arrays: Sequence[_Array]) -> list[MemorySpan]:
         last_begin, last_end, last = joined[-1]
         same = (last[0].memory, last[0].device) == (members[0].memory, members[0].device)
         # Device memory of two allocations may adjoin, but is registered apart.
-        touches = begin < last_end or (
-            begin == last_end and members[0].memory is MemoryType.DRAM
-        )
+        touches = begin < last_end or (begin == last_end and members[0].memory is MemoryType.DRAM)
         if touches and same:
             joined[-1] = (last_begin, max(end, last_end), [*last, *members])
         else:
@@ -653,6 +651,10 @@ class KVCache:
             tuple(AddressRange(s.address, s.nbytes, s.memory, s.device) for s in self.spans),
             tuple(self._finish(draft) for draft in drafts),
         )
+        try:  # what a peer would refuse is refused here
+            msgspec.convert(msgspec.to_builtins(self.geometry), Geometry)
+        except msgspec.ValidationError as error:
+            raise LayoutError(f"the geometry cannot be sent: {error}") from error
 
     def _finish(self, draft: _Draft) -> Group:
         regions = []
@@ -753,6 +755,10 @@ class KVCache:
                 f"tensors is a {type(tensors).__name__} without entries; expected a mapping of "
                 "layer name to tensor"
             )
+        texts: dict[str, object] = {"axes": axes, "group": group, "indivisible": indivisible}
+        for what, text in texts.items():
+            if not isinstance(text, str):
+                raise LayoutError(f"{what} is {text!r}; expected a str")
         tp, dcp = _pair("tp", tp), _pair("dcp", dcp)
         held = held_heads(*tp, kv_heads)
         boxes = [_read_layer(str(name), value, axes) for name, value in entries]

@@ -189,7 +189,16 @@ class TransferPlan:
     runs per block, not to the size of the pools.
     """
 
-    __slots__ = ("__weakref__", "_program", "groups", "local", "max_bytes", "memory", "program", "remote")
+    __slots__ = (
+        "__weakref__",
+        "_program",
+        "groups",
+        "local",
+        "max_bytes",
+        "memory",
+        "program",
+        "remote",
+    )
 
     local: Geometry
     remote: Geometry
@@ -445,8 +454,8 @@ class TransferPlan:
                     group=name,
                     bytes_per_block=num_bytes,
                     runs_per_block=runs.size,
-                    shortest_run=int(runs.min()),
-                    longest_run=int(runs.max()),
+                    shortest_run=int(runs.min(initial=num_bytes)),
+                    longest_run=int(runs.max(initial=0)),
                     best_runs_per_block=-(-num_bytes // limit),
                 )
             )

@@ -1,4 +1,4 @@
-"""Small shared types: enums, id types, frozen records. Imports nothing heavier than the standard library."""
+"""Small shared types: enums, id types, frozen records; standard library only."""
 
 from __future__ import annotations
 

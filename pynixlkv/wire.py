@@ -88,7 +88,9 @@ def _key(secret: bytes | None) -> bytes:
 
 
 def _digest(header: bytes, body: bytes | memoryview, secret: bytes | None) -> bytes:
-    h = hashlib.blake2b(header, digest_size=_DIGEST_BYTES, key=_key(secret), person=b"pynixlkv-hello")
+    h = hashlib.blake2b(
+        header, digest_size=_DIGEST_BYTES, key=_key(secret), person=b"pynixlkv-hello"
+    )
     h.update(body)
     return h.digest()
 
@@ -108,7 +110,7 @@ def check_secret(secret: bytes | str | None) -> bytes | None:
     raw = secret.encode() if isinstance(secret, str) else bytes(secret)
     if not raw:
         raise ConfigError(
-            "the shared secret is empty; leave it out, or give at least one byte (16 or more are advised)"
+            "the shared secret is empty; leave it out, or give at least one byte, better 16"
         )
     return raw
 
@@ -211,8 +213,8 @@ def _check_fields(hello: Hello) -> None:
 def _check_spans(spans: Sequence[SpanRecord]) -> None:
     for i, span in enumerate(spans):
         fits = (
-            0 <= span.address
-            and 0 < span.nbytes
+            span.address >= 0
+            and span.nbytes > 0
             and span.address + span.nbytes <= 1 << 64
             and 0 <= span.device < 1 << 64
             and 0 <= span.memory <= 4

@@ -1,5 +1,3 @@
-#include "bindings/bind_transfer.hpp"
-
 #include <pybind11/chrono.h>
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
@@ -14,6 +12,8 @@
 #include <vector>
 
 #include "base/error.hpp"
+#include "bindings/bind.hpp"
+#include "bindings/py_shared.hpp"
 #include "kv/plan.hpp"
 #include "nixl/driver.hpp"
 #include "nixl/library.hpp"
@@ -103,7 +103,7 @@ bool wait_in_slices(double seconds, F wait_until) {
 py::list notification_list(const std::vector<transfer::Notification>& notes) {
     py::list result;
     for (const auto& note : notes) {
-        result.append(py::make_tuple(note.peer, py::bytes(note.message)));
+        result.append(py::make_tuple(name_of(note.peer), py::bytes(note.message)));
     }
     return result;
 }
@@ -134,7 +134,9 @@ py::dict stats(const Transfer& t) {
     d["descriptors"] = s.descriptors;
     d["batches"] = s.batches;
     d["queued_ns"] = s.queued_ns;
+    d["prepared"] = s.prepared;
     d["expand_ns"] = s.expand_ns;
+    d["make_ns"] = s.make_ns;
     d["post_ns"] = s.post_ns;
     d["total_ns"] = s.total_ns;
     return d;
@@ -162,51 +164,63 @@ std::shared_ptr<Transfer> submit_rows(Engine& engine, int op, std::shared_ptr<Pe
     return engine.submit(std::move(request));
 }
 
-/// Block tables of a plan that own their numbers, for the engine's thread.
-struct OwnedTables {
-    std::vector<std::int64_t> ids;
-    std::vector<std::int64_t> heads;
+/// A plan with block tables that own their numbers, for the engine's thread.
+class PlanSource final : public transfer::Source {
+  public:
+    PlanSource(std::shared_ptr<const kv::Plan> plan, const IdArray& ids, const IdArray& headers)
+        : plan_(std::move(plan)),
+          ids_(ids.data(), ids.data() + ids.size()),
+          headers_(headers.data(), headers.data() + headers.size()) {}
 
-    [[nodiscard]] std::vector<kv::Table> view() const { return kv::tables_from_flat(ids, heads); }
+    [[nodiscard]] std::vector<kv::Table> tables() const {
+        return kv::tables_from_flat(ids_, headers_);
+    }
+
+    void expand(std::vector<Row>& local, std::vector<Row>& remote) const override {
+        plan_->expand(tables(), local, remote);
+    }
+
+  private:
+    const std::shared_ptr<const kv::Plan> plan_;
+    const std::vector<std::int64_t> ids_;
+    const std::vector<std::int64_t> headers_;
 };
 
 std::shared_ptr<Transfer> submit_plan(Engine& engine, int op, std::shared_ptr<Peer> peer,
                                       const std::shared_ptr<kv::Plan>& plan, const IdArray& ids,
-                                      const IdArray& heads, std::optional<py::bytes> notify,
+                                      const IdArray& headers, std::optional<py::bytes> notify,
                                       double timeout) {
     Request request = make_request(op, std::move(peer), std::move(notify), timeout);
-    const auto tables = std::make_shared<const OwnedTables>(
-        OwnedTables{{ids.data(), ids.data() + ids.size()}, {heads.data(), heads.data() + heads.size()}});
+    const auto source = std::make_shared<const PlanSource>(plan, ids, headers);
     const py::gil_scoped_release release;
-    plan->check(tables->view(), request.op == Op::kRead ? kv::Side::kLocal : kv::Side::kRemote);
+    plan->check(source->tables(),
+                request.op == Op::kRead ? kv::Side::kLocal : kv::Side::kRemote);
     request.local_extents = plan->extents(kv::Side::kLocal);
     request.remote_extents = plan->extents(kv::Side::kRemote);
-    request.expand = [plan, tables](std::vector<Row>& local, std::vector<Row>& remote) {
-        plan->expand(tables->view(), local, remote);
-    };
+    request.source = source;
     return engine.submit(std::move(request));
 }
 
 }  // namespace
 
 void bind_transfer(py::module_& m) {
-    py::classh<Registration>(m, "Registration")
+    py::classh<Registration>(m, "EngineRegistration")
         .def_property_readonly("uses", &Registration::uses)
         .def_property_readonly("is_open", &Registration::is_open);
 
-    py::classh<Peer>(m, "Peer")
+    py::classh<Peer>(m, "EnginePeer")
         .def_property_readonly("name", &Peer::name)
         .def_property_readonly("generation", &Peer::generation)
         .def_property_readonly("state", [](const Peer& p) { return static_cast<int>(p.state()); })
         .def_property_readonly("reason", &Peer::reason);
 
-    py::classh<kv::Plan>(m, "Plan").def(
+    py::classh<kv::Plan>(m, "EnginePlan").def(
         py::init([](const py::array_t<std::uint64_t, py::array::c_style>& program) {
             const auto size = static_cast<std::size_t>(program.size());
             return kv::Plan::from_words(std::span(program.data(), size));
         }));
 
-    py::classh<Transfer>(m, "Transfer")
+    py::classh<Transfer>(m, "EngineTransfer")
         .def_property_readonly("id", &Transfer::id)
         .def_property_readonly("state",
                                [](const Transfer& t) { return static_cast<int>(t.state()); })
@@ -261,7 +275,7 @@ void bind_transfer(py::module_& m) {
         .def("submit_rows", &submit_rows, py::arg("op"), py::arg("peer"), py::arg("local"),
              py::arg("remote"), py::arg("notify"), py::arg("timeout"))
         .def("submit_plan", &submit_plan, py::arg("op"), py::arg("peer"), py::arg("plan"),
-             py::arg("ids"), py::arg("heads"), py::arg("notify"), py::arg("timeout"))
+             py::arg("ids"), py::arg("headers"), py::arg("notify"), py::arg("timeout"))
         .def("cancel", &Engine::cancel, ReleaseGil())
         .def("watch", &Engine::watch, ReleaseGil())
         .def("take_completed", &Engine::take_completed, ReleaseGil())
@@ -311,8 +325,8 @@ void bind_transfer(py::module_& m) {
 
     m.def(
         "nixl_engine",
-        [](const std::string& name, const py::bytes& incarnation, const std::string& library,
-           const std::string& backend, const std::map<std::string, std::string>& backend_params,
+        [](const std::string& name, const py::bytes& incarnation, const Shared<const nixl::Library>& library, const std::string& backend,
+           const std::map<std::string, std::string>& backend_params,
            bool progress_thread, std::uint64_t progress_delay_us) {
             nixl::DriverOptions driver;
             driver.agent.progress_thread = progress_thread;
@@ -324,7 +338,7 @@ void bind_transfer(py::module_& m) {
             const py::gil_scoped_release release;
             return std::make_shared<Engine>(
                 name,
-                [library = nixl::Library::open(library), name, driver] {
+                [library = library.ptr(), name, driver] {
                     return std::make_unique<nixl::NixlDriver>(library, name, driver);
                 },
                 options);

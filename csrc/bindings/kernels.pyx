@@ -1,4 +1,4 @@
-# cython: language_level=3, boundscheck=False, wraparound=False
+# cython: language_level=3, boundscheck=False, wraparound=False, auto_pickle=False
 """Array kernels of pynixlkv: geometries and block tables in, programs and descriptor arrays out."""
 
 from libc.stdint cimport int64_t, uint64_t

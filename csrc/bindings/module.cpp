@@ -2,7 +2,7 @@
 /// pynixlkv._native: objects with a life. Calls one bind function per room and nothing else.
 #include <pybind11/pybind11.h>
 
-#include "bindings/bind_transfer.hpp"
+#include "bindings/bind.hpp"
 #include "bindings/py_error.hpp"
 
 namespace py = pybind11;
@@ -20,5 +20,8 @@ PYBIND11_MODULE(_native, m) {
             }
         }
     });
+    pynixlkv::bindings::bind_base(m);
+    pynixlkv::bindings::bind_buffer(m);
+    pynixlkv::bindings::bind_nixl(m);
     pynixlkv::bindings::bind_transfer(m);
 }

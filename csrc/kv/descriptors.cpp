@@ -201,7 +201,9 @@ Cover Plan::cover(std::size_t group, const Table& table) const {
     for (std::size_t side = 0; side < 2; ++side) {
         const std::uint64_t unit = sides.paging[side].unit();
         cover.first[side] = (cover.begin - cover.start[side]) / unit;
-        cover.last[side] = (cover.end - cover.start[side] + unit - 1) / unit;
+        cover.last[side] = cover.begin == cover.end
+                               ? cover.first[side]
+                               : (cover.end - cover.start[side] + unit - 1) / unit;
     }
     return cover;
 }

@@ -1,6 +1,7 @@
 #include "kv/plan.hpp"
 
 #include <algorithm>
+#include <map>
 #include <numeric>
 #include <string>
 
@@ -120,13 +121,6 @@ void append_paging(std::vector<std::uint64_t>& words, const Group& group) {
     append(words, {p.num_blocks, p.slots, p.rank, p.ranks, p.interleave, group.pool});
 }
 
-void append_spans(std::vector<std::uint64_t>& words, const std::vector<Span>& spans) {
-    words.push_back(spans.size());
-    for (const Span& span : spans) {
-        append(words, {span.address, span.bytes, span.device});
-    }
-}
-
 std::vector<Interval> read_intervals(WordReader& reader, const char* what) {
     std::vector<Interval> intervals(reader.count(what, 2));
     for (Interval& interval : intervals) {
@@ -159,8 +153,8 @@ class Compiler {
             return a.address < b.address;
         });
         std::vector<std::uint64_t> words{kProgramMagic, selection_.max_bytes};
-        append_spans(words, local_.spans);
-        append_spans(words, remote_.spans);
+        append_used_spans(words, local_.spans, 1);
+        append_used_spans(words, remote_.spans, 2);
         words.push_back(local_.groups.size());
         for (std::size_t i = 0; i < local_.groups.size(); ++i) {
             append_paging(words, local_.groups[i]);
@@ -175,6 +169,25 @@ class Compiler {
     }
 
   private:
+    /// Append the spans that nests lie in, and number them anew in word `field` of each nest.
+    void append_used_spans(std::vector<std::uint64_t>& words, const std::vector<Span>& spans,
+                           std::size_t field) {
+        std::map<std::uint64_t, std::uint64_t> places;
+        for (const NestWords& nest : nests_) {
+            places.emplace(nest.words[field], 0);
+        }
+        words.push_back(places.size());
+        std::uint64_t next = 0;
+        for (auto& [index, place] : places) {
+            const Span& span = spans[index];
+            words.insert(words.end(), {span.address, span.bytes, span.device});
+            place = next++;
+        }
+        for (NestWords& nest : nests_) {
+            nest.words[field] = places.at(nest.words[field]);
+        }
+    }
+
     void add_group(std::size_t index) {
         const Group& a = local_.groups[index];
         const Group& b = remote_.groups[index];

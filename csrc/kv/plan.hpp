@@ -18,6 +18,8 @@
 
 namespace pynixlkv::kv {
 
+using pynixlkv::Row;
+
 enum class Side : std::size_t { kLocal, kRemote };
 
 /// Block tables of one group: entry i of a table holds the positions from start + i * unit on.
@@ -85,7 +87,7 @@ class Plan {
 
     [[nodiscard]] std::size_t num_groups() const noexcept { return groups_.size(); }
 
-    /// The spans of one side, which contain every row that `expand` makes.
+    /// The spans of one side that contain the rows that `expand` makes, and no others.
     [[nodiscard]] std::vector<Row> extents(Side side) const;
 
     /// Check tables as `expand` does, and that no block is written twice. O(blocks).

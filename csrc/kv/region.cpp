@@ -10,6 +10,10 @@ namespace pynixlkv::kv {
 
 namespace {
 
+/// A geometry from outside must not keep us busy: a second or so of comparing, most need a
+/// thousandth of this.
+constexpr std::uint64_t kMaxOverlapSteps = 10'000'000;
+
 std::string name(std::size_t group, std::size_t region) {
     return text("region ", region, " of group ", group);
 }
@@ -37,11 +41,13 @@ void check_nested(const Region& region, std::uint64_t element_bytes, const std::
 class Overlap {
   public:
     /// @param same_block whether equal block ids count as well
+    /// @param steps choices that are left to all comparisons together
     Overlap(const Region& a, std::uint64_t a_bytes, const Region& b, std::uint64_t b_bytes,
-            bool same_block)
+            bool same_block, std::uint64_t& steps)
         : a_bytes_(static_cast<std::int64_t>(a_bytes)),
           b_bytes_(static_cast<std::int64_t>(b_bytes)),
-          same_block_(same_block) {
+          same_block_(same_block),
+          steps_(steps) {
         for (std::size_t axis = 0; axis < kNumAxes; ++axis) {
             const Extent& x = a.axes[axis];
             const Extent& y = b.axes[axis];
@@ -90,9 +96,10 @@ class Overlap {
             return true;  // the ranges meet, and each choice kept the distance in bounds
         }
         // Strides of two different layouts may not nest; then the search could become long.
-        if (++steps_ > 100'000) {
-            layout_error("two regions interleave too irregularly to prove that they are disjoint");
+        if (steps_ == 0) {
+            layout_error("regions interleave too irregularly to prove that they are disjoint");
         }
+        --steps_;
         const Digit& digit = digits_[level];
         const Reach& rest = reach_[level + 1];
         // distance + m * stride + rest must land in (-a_bytes, b_bytes).
@@ -111,8 +118,8 @@ class Overlap {
 
     std::int64_t a_bytes_, b_bytes_;
     bool same_block_;
+    std::uint64_t& steps_;
     bool found_ = false;
-    int steps_ = 0;
     std::vector<Digit> digits_;
     std::vector<Reach> reach_;
 };
@@ -180,7 +187,7 @@ std::vector<std::array<std::size_t, 2>> touching(const Group& a, const Group& b)
     return pairs;
 }
 
-void check_inside_group(const Group& group, std::size_t index) {
+void check_inside_group(const Group& group, std::size_t index, std::uint64_t& steps) {
     for (std::size_t i = 0; i < group.regions.size(); ++i) {
         for (std::size_t j = i + 1; j < group.regions.size(); ++j) {
             if (share_logical_element(group.regions[i], group.regions[j])) {
@@ -191,7 +198,7 @@ void check_inside_group(const Group& group, std::size_t index) {
     }
     for (const auto& [i, j] : touching(group, group)) {
         if (Overlap(group.regions[i], group.element_bytes, group.regions[j], group.element_bytes,
-                    true)
+                    true, steps)
                 .found()) {
             layout_error(name(index, i), " and ", name(index, j), " overlap in memory");
         }
@@ -206,17 +213,17 @@ void replace_pool(Geometry& geometry, std::size_t from, std::size_t to) {
 }
 
 /// Groups may lie in the same pool of blocks, as long as different blocks stay apart.
-void join_pools(Geometry& geometry, std::size_t first, std::size_t second) {
+void join_pools(Geometry& geometry, std::size_t first, std::size_t second, std::uint64_t& steps) {
     const Group& a = geometry.groups[first];
     const Group& b = geometry.groups[second];
     for (const auto& [i, j] : touching(a, b)) {
         const Region& x = a.regions[i];
         const Region& y = b.regions[j];
-        if (Overlap(x, a.element_bytes, y, b.element_bytes, false).found()) {
+        if (Overlap(x, a.element_bytes, y, b.element_bytes, false, steps).found()) {
             layout_error(name(first, i), " and ", name(second, j),
                          " overlap in memory at different block numbers");
         }
-        if (Overlap(x, a.element_bytes, y, b.element_bytes, true).found()) {
+        if (Overlap(x, a.element_bytes, y, b.element_bytes, true, steps).found()) {
             const std::pair<std::size_t, std::size_t> pools = std::minmax(a.pool, b.pool);
             replace_pool(geometry, pools.second, pools.first);
         }
@@ -279,10 +286,11 @@ Geometry Geometry::from_words(std::span<const std::uint64_t> words) {
         }
     }
     reader.finish();
+    std::uint64_t steps = kMaxOverlapSteps;
     for (std::size_t i = 0; i < geometry.groups.size(); ++i) {
-        check_inside_group(geometry.groups[i], i);
+        check_inside_group(geometry.groups[i], i, steps);
         for (std::size_t j = 0; j < i; ++j) {
-            join_pools(geometry, j, i);
+            join_pools(geometry, j, i, steps);
         }
     }
     return geometry;

@@ -4,7 +4,9 @@
 
 namespace pynixlkv::kv {
 
-void fail(const char* kind, const std::string& message) { throw Error(kind, message); }
+void fail(const char* kind, const std::string& message) {
+    throw Error(kind, message);
+}
 
 std::uint64_t add(std::uint64_t a, std::uint64_t b) {
     if (a > kMaxWord || b > kMaxWord - a) {

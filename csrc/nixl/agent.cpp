@@ -15,6 +15,9 @@ namespace {
 
 constexpr Duration kPollInterval = std::chrono::microseconds(200);
 
+const std::string kServer =
+    "the metadata server (NIXL_ETCD_ENDPOINTS or NIXL_TCPSTORE_ENDPOINT names one)";
+
 /// Agents whose requests never became quiet. Reachable for ever on purpose, never destroyed.
 struct Graveyard {
     std::mutex mutex;
@@ -98,10 +101,8 @@ bool Agent::close(Duration patience) {
         throw Error("StateError", text("agent '", name_, "' cannot be closed: ", requests,
                                        " of its requests are not released"));
     }
-    const auto deadline = std::chrono::steady_clock::now() + patience;
-    while (reap() != 0 && std::chrono::steady_clock::now() < deadline) {
-        std::this_thread::sleep_for(kPollInterval);
-    }
+    drain(patience);
+    std::vector<std::shared_ptr<void>> stuck;  // goes after the locks
     const std::unique_lock alone(calls_);
     if (closed_) {
         return num_parked_ == 0;
@@ -125,7 +126,7 @@ bool Agent::close(Duration patience) {
     {
         const std::lock_guard lock(books_);
         backends_.clear();
-        stuck_.clear();
+        stuck.swap(stuck_);
     }
     notifications_.reset();
     library_->check(library_->fn().destroy_agent(std::exchange(handle_, nullptr)), "destroy_agent",
@@ -157,6 +158,16 @@ std::size_t Agent::reap() {
     });
     num_parked_ = parked_.size();
     return parked_.size();
+}
+
+std::size_t Agent::drain(Duration patience) {
+    const auto deadline = std::chrono::steady_clock::now() + patience;
+    std::size_t left = reap();
+    while (left != 0 && std::chrono::steady_clock::now() < deadline) {
+        std::this_thread::sleep_for(kPollInterval);
+        left = reap();
+    }
+    return left;
 }
 
 void Agent::park(std::unique_ptr<RequestBody> body) noexcept {
@@ -313,7 +324,9 @@ void Agent::add_spans(const std::shared_ptr<Registration>& registration) {
     for (std::size_t i = 0; i < rows.size(); ++i) {
         const auto [found, added] = spans_.try_emplace(span_of(rows[i]), registration);
         if (!added) {
-            const bool twice = found->second.lock() == registration;
+            // Not by locking: dropping what that returns could end a registration in here.
+            const bool twice = !found->second.owner_before(registration) &&
+                               !registration.owner_before(found->second);
             for (std::size_t j = 0; j < i; ++j) {
                 spans_.erase(span_of(rows[j]));
             }
@@ -345,6 +358,7 @@ void Agent::keep_for_ever(std::shared_ptr<void> keepalive) noexcept {
 
 std::vector<Pin> Agent::pin(MemoryType memory, Rows rows, const char* side) const {
     std::vector<Pin> pins;
+    std::vector<std::shared_ptr<Registration>> passed_over;  // goes after the lock, as pins do
     const std::lock_guard lock(books_);
     Span last{memory, 0, 0, 0};
     for (std::size_t i = 0; i < rows.size(); ++i) {
@@ -368,7 +382,7 @@ std::vector<Pin> Agent::pin(MemoryType memory, Rows rows, const char* side) cons
             if (covered_by(span)) {
                 found = registration.lock();
                 if (found && !found->is_active()) {
-                    found.reset();
+                    passed_over.push_back(std::move(found));
                 }
                 last = found ? span : last;
             }
@@ -419,6 +433,10 @@ std::vector<std::optional<ParamMap>> Agent::query_memory(MemoryType memory, Rows
                                                          const CallOptions& options) {
     require_ours(options);
     require_rows(rows, "queried", true);
+    if (options.backends.size() != 1) {
+        throw Error("ConfigError",
+                    text("query_mem asks exactly one backend, but got ", options.backends.size()));
+    }
     const capi::Functions& fn = library_->fn();
     const auto detail = [&] {
         return text(about({}), ", ", rows.size(), " ", memory_name(memory), " descriptors");
@@ -564,7 +582,7 @@ void Agent::send_local_metadata(const Endpoint& endpoint) {
     const Owned<capi::OptArgs> args = make_opt_args(*library_, {.endpoint = endpoint});
     const Call call(*this, "send_local_md");
     library_->check(library_->fn().send_local_md(handle_, args.get()), "send_local_md", [&] {
-        return text(about({}), ", to ", endpoint.ip.empty() ? "the metadata server" : endpoint.ip);
+        return text(about({}), ", to ", endpoint.ip.empty() ? kServer : endpoint.ip);
     });
 }
 
@@ -574,22 +592,19 @@ void Agent::send_local_partial_metadata(MemoryType memory, Rows rows, const Call
     const Owned<capi::RegList> list = make_reg_list(*library_, memory, rows, {});
     const Owned<capi::OptArgs> args = make_opt_args(*library_, options);
     const Call call(*this, "send_local_partial_md");
-    library_->check(
-        library_->fn().send_local_partial_md(handle_, list.get(), args.get()),
-        "send_local_partial_md", [&] {
-            return text(about({}), ", ", rows.size(), " descriptors, to ",
-                        options.endpoint.ip.empty() ? "the metadata server" : options.endpoint.ip);
-        });
+    library_->check(library_->fn().send_local_partial_md(handle_, list.get(), args.get()),
+                    "send_local_partial_md", [&] {
+                        return text(about({}), ", ", rows.size(), " descriptors, to ",
+                                    options.endpoint.ip.empty() ? kServer : options.endpoint.ip);
+                    });
 }
 
 void Agent::fetch_remote_metadata(const std::string& peer, const Endpoint& endpoint) {
     const Owned<capi::OptArgs> args = make_opt_args(*library_, {.endpoint = endpoint});
     const Call call(*this, "fetch_remote_md");
-    library_->check(library_->fn().fetch_remote_md(handle_, peer.c_str(), args.get()),
-                    "fetch_remote_md", [&] {
-                        return text(about(peer), ", from ",
-                                    endpoint.ip.empty() ? "the metadata server" : endpoint.ip);
-                    });
+    library_->check(
+        library_->fn().fetch_remote_md(handle_, peer.c_str(), args.get()), "fetch_remote_md",
+        [&] { return text(about(peer), ", from ", endpoint.ip.empty() ? kServer : endpoint.ip); });
 }
 
 void Agent::invalidate_local_metadata(const Endpoint& endpoint) {

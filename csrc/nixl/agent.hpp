@@ -81,7 +81,7 @@ class Agent : public std::enable_shared_from_this<Agent>, LiveCounted<Agent> {
                                                                 const CallOptions& options);
 
     /// Ask a storage backend about files or objects; a row without an answer does not exist.
-    /// Reads options.backends.
+    /// @param options names the one backend to ask
     [[nodiscard]] std::vector<std::optional<ParamMap>> query_memory(
         MemoryType memory, Rows rows, std::span<const std::string> blobs,
         const CallOptions& options);
@@ -146,6 +146,10 @@ class Agent : public std::enable_shared_from_this<Agent>, LiveCounted<Agent> {
     /// Poll the parked requests and free the quiet ones.
     /// @return how many are left
     std::size_t reap();
+    /// Reap until none is left or patience ends.
+    std::size_t drain(Duration patience);
+    /// False in a forked child of the process that made the agent.
+    [[nodiscard]] bool is_here() const noexcept { return process_.is_here(); }
 
     /// Destroy the native agent; waits for parked requests first. Idempotent. In a forked child
     /// this only forgets the agent.

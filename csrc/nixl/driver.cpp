@@ -45,9 +45,22 @@ struct NixlRegistered final : transfer::Registered {
     std::vector<std::shared_ptr<Registration>> registrations;
 };
 
+struct NixlPrepared final : transfer::Prepared {
+    std::shared_ptr<PreparedList> local;
+    std::shared_ptr<PreparedList> remote;
+};
+
 class NixlOperation final : public transfer::Operation {
   public:
     explicit NixlOperation(std::shared_ptr<Request> request) : request_(std::move(request)) {}
+
+    void post() override {
+        try {
+            (void)request_->post();
+        } catch (const NativeError& e) {
+            rethrow_as_lost(e);
+        }
+    }
 
     bool poll() override {
         try {
@@ -122,15 +135,11 @@ bool NixlDriver::is_alive(transfer::Connection& connection) {
     return true;
 }
 
-std::unique_ptr<transfer::Operation> NixlDriver::start(transfer::Connection& connection,
-                                                       const transfer::Batch& batch) {
-    const auto& peer = static_cast<const NixlConnection&>(connection);
-    std::shared_ptr<Request> request;
+template <class Make>
+std::unique_ptr<transfer::Operation> NixlDriver::request(transfer::Connection& connection,
+                                                         Make make) {
     try {
-        request = agent_->create_request(
-            static_cast<Operation>(batch.op), static_cast<MemoryType>(batch.local_memory),
-            batch.local, static_cast<MemoryType>(batch.remote_memory), batch.remote, peer.name,
-            call_options_);
+        return std::make_unique<NixlOperation>(make());
     } catch (const NativeError& e) {
         // Up to 1.4 NIXL drops a lost peer and then cannot make requests for it.
         if (!is_alive(connection)) {
@@ -138,12 +147,39 @@ std::unique_ptr<transfer::Operation> NixlDriver::start(transfer::Connection& con
         }
         throw;
     }
-    try {
-        (void)request->post();
-    } catch (const NativeError& e) {
-        rethrow_as_lost(e);
-    }
-    return std::make_unique<NixlOperation>(std::move(request));
+}
+
+std::unique_ptr<transfer::Operation> NixlDriver::make(transfer::Connection& connection,
+                                                      transfer::Op op,
+                                                      const transfer::RowPairs& rows) {
+    const auto& peer = static_cast<const NixlConnection&>(connection);
+    return request(connection, [&] {
+        return agent_->create_request(
+            static_cast<Operation>(op), static_cast<MemoryType>(rows.local_memory), rows.local,
+            static_cast<MemoryType>(rows.remote_memory), rows.remote, peer.name, call_options_);
+    });
+}
+
+std::unique_ptr<transfer::Prepared> NixlDriver::prepare(transfer::Connection& connection,
+                                                        const transfer::RowPairs& rows) {
+    const auto& peer = static_cast<const NixlConnection&>(connection);
+    auto prepared = std::make_unique<NixlPrepared>();
+    prepared->local = agent_->prepare({}, static_cast<MemoryType>(rows.local_memory), rows.local,
+                                      call_options_);
+    prepared->remote = agent_->prepare(peer.name, static_cast<MemoryType>(rows.remote_memory),
+                                       rows.remote, call_options_);
+    return prepared;
+}
+
+std::unique_ptr<transfer::Operation> NixlDriver::make(transfer::Connection& connection,
+                                                      transfer::Op op,
+                                                      transfer::Prepared& prepared,
+                                                      const transfer::IndexPairs& indices) {
+    const auto& lists = static_cast<const NixlPrepared&>(prepared);
+    return request(connection, [&] {
+        return agent_->make_request(static_cast<Operation>(op), lists.local, indices.local,
+                                    lists.remote, indices.remote, call_options_);
+    });
 }
 
 void NixlDriver::notify(transfer::Connection& connection, const std::string& message) {

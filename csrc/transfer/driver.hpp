@@ -21,7 +21,7 @@ class ConnectionLost : public NativeError {
     explicit ConnectionLost(const NativeError& cause) : NativeError(cause) {}
 };
 
-/// One native request. Destroying it requires that it is quiet: never started, or ended.
+/// One native request. Destroying it requires that it is quiet: never posted, or ended.
 class Operation {
   public:
     Operation() = default;
@@ -29,6 +29,9 @@ class Operation {
     Operation& operator=(const Operation&) = delete;
     virtual ~Operation() = default;
 
+    /// Start moving, once; the copy may happen in this call.
+    /// @throws ConnectionLost when the connection is gone, Error on other failures; it is then quiet
+    virtual void post() = 0;
     /// Make progress and tell whether the operation has ended.
     /// @return true when all bytes have moved and, for a write, are visible at the peer
     /// @throws Error when it ended without success; it is then quiet
@@ -62,13 +65,18 @@ class Prepared {
     virtual ~Prepared() = default;
 };
 
-/// Rows of one native request: pairs of equal length.
-struct Batch {
-    Op op;
+/// Rows of both sides, paired by index in the case of a request.
+struct RowPairs {
     std::span<const Row> local;
     std::span<const Row> remote;
     Memory local_memory;
     Memory remote_memory;
+};
+
+/// Places in the prepared rows of both sides, paired by index.
+struct IndexPairs {
+    std::span<const std::int32_t> local;
+    std::span<const std::int32_t> remote;
 };
 
 class Driver {
@@ -92,14 +100,32 @@ class Driver {
     /// Whether the library still believes in the connection. May cost a message.
     [[nodiscard]] virtual bool is_alive(Connection& connection) = 0;
 
-    /// Start moving a batch; the copy may happen in this call.
+    /// Make a request out of rows of equal lengths.
     /// @throws ConnectionLost when the connection is gone, Error on other failures
-    [[nodiscard]] virtual std::unique_ptr<Operation> start(Connection& connection,
-                                                           const Batch& batch) = 0;
+    [[nodiscard]] virtual std::unique_ptr<Operation> make(Connection& connection, Op op,
+                                                          const RowPairs& rows) = 0;
+
+    /// Put the rows of both sides (not paired) into the library's own form.
+    /// @return null if the library has none
+    [[nodiscard]] virtual std::unique_ptr<Prepared> prepare(Connection& /*connection*/,
+                                                            const RowPairs& /*rows*/) {
+        return nullptr;
+    }
+    /// Make a request out of prepared rows. Only called with what `prepare` gave.
+    [[nodiscard]] virtual std::unique_ptr<Operation> make(Connection& connection, Op op,
+                                                          Prepared& prepared,
+                                                          const IndexPairs& indices);
+
     /// Send a notification. Returning means queued in order after what has ended before.
     virtual void notify(Connection& connection, const std::string& message) = 0;
     /// Progress the library and append what has arrived.
     virtual void receive(std::vector<Notification>& into) = 0;
 };
+
+inline std::unique_ptr<Operation> Driver::make(Connection& /*connection*/, Op /*op*/,
+                                               Prepared& /*prepared*/,
+                                               const IndexPairs& /*indices*/) {
+    throw Error("StateError", "this library has no prepared rows");
+}
 
 }  // namespace pynixlkv::transfer

@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -82,18 +83,28 @@ class Peer : LiveCounted<Peer> {
     mutable std::mutex mutex_;  // guards memory_ and reason_
     MemoryMap memory_;
     std::string reason_;
-    std::unique_ptr<Connection> native_;  // engine thread only
-    std::size_t unquiet_ = 0;             // engine thread only: transfers that may still move bytes
+
+    // Engine thread only.
+    struct Lists {
+        std::unique_ptr<Prepared> prepared;
+        double regret_ns = 0;  ///< what having the lists would have saved so far
+    };
+    std::unique_ptr<Connection> native_;
+    /// By Source::pool(), which they do not keep alive.
+    std::map<std::weak_ptr<const void>, Lists, std::owner_less<>> lists_;
+    std::size_t unquiet_ = 0;  ///< transfers that may still move bytes
 };
 
 /// What a transfer moved and when, in nanoseconds of the steady clock.
 struct TransferStats {
     std::uint64_t bytes = 0;        ///< bytes asked for
     std::uint64_t bytes_done = 0;   ///< bytes of batches that ended well
-    std::uint64_t descriptors = 0;  ///< rows given to the library
+    std::uint64_t descriptors = 0;  ///< rows or indices given to the library
+    bool prepared = false;          ///< chosen from prepared rows by index
     std::uint64_t batches = 0;
     std::int64_t queued_ns = 0;  ///< from submit to the engine taking it up
     std::int64_t expand_ns = 0;  ///< making rows out of block tables
+    std::int64_t make_ns = 0;    ///< making native requests out of rows
     std::int64_t post_ns = 0;    ///< inside the library's post calls
     std::int64_t total_ns = 0;   ///< from submit to the end state
 };
@@ -141,17 +152,38 @@ class Transfer : LiveCounted<Transfer> {
 };
 
 /// Makes the rows of a transfer, on the engine's thread.
-using Expand = std::function<void(std::vector<Row>& local, std::vector<Row>& remote)>;
+class Source {
+  public:
+    Source() = default;
+    Source(const Source&) = delete;
+    Source& operator=(const Source&) = delete;
+    virtual ~Source() = default;
+
+    virtual void expand(std::vector<Row>& local, std::vector<Row>& remote) const = 0;
+
+    /// What all transfers that can share prepared rows have in common; null if there is none.
+    [[nodiscard]] virtual std::shared_ptr<const void> pool() const { return nullptr; }
+    /// Number of rows of the pool on the larger side.
+    [[nodiscard]] virtual std::size_t pool_size() const { return 0; }
+    /// All rows that transfers of the pool choose from, in address order. Lengths are those that
+    /// `expand_indices` counts with.
+    virtual void pool_rows(std::vector<Row>& /*local*/, std::vector<Row>& /*remote*/) const {}
+    /// Number of indices that `expand_indices` gives.
+    [[nodiscard]] virtual std::size_t num_indices() const { return 0; }
+    /// The rows of this transfer as places in the pool.
+    virtual void expand_indices(std::vector<std::int32_t>& /*local*/,
+                                std::vector<std::int32_t>& /*remote*/) const {}
+};
 
 /// What to move.
 struct Request {
     Op op = Op::kRead;
     std::shared_ptr<Peer> peer;
-    /// Rows, or ranges that contain every row that `expand` will make; checked in submit().
+    /// Rows, or ranges that contain every row that `source` will make; checked in submit().
     std::vector<Row> local_extents;
     std::vector<Row> remote_extents;
-    /// Empty: the extents are the rows.
-    Expand expand;
+    /// Null: the extents are the rows.
+    std::shared_ptr<const Source> source;
     std::optional<std::string> notify;
     Clock::duration timeout{};
 };

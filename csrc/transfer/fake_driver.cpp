@@ -21,6 +21,14 @@ struct FakeConnection final : Connection {
     const std::uint64_t token;
 };
 
+struct FakePrepared final : Prepared {
+    explicit FakePrepared(const RowPairs& rows)
+        : local(rows.local.begin(), rows.local.end()),
+          remote(rows.remote.begin(), rows.remote.end()) {}
+    const std::vector<Row> local;
+    const std::vector<Row> remote;
+};
+
 /// Registration is undone by whoever made it, through the network.
 class FakeRegistered final : public Registered {
   public:
@@ -37,15 +45,25 @@ class FakeRegistered final : public Registered {
 
 class FakeOperation final : public Operation {
   public:
-    FakeOperation(std::shared_ptr<FakeNetwork> network, const FakeConnection& connection,
-                  const Batch& batch, TimePoint ready)
+    FakeOperation(std::shared_ptr<FakeNetwork> network, const FakeConnection& connection, Op op,
+                  const RowPairs& rows)
         : network_(std::move(network)),
           name_(connection.name),
           token_(connection.token),
-          op_(batch.op),
-          local_(batch.local.begin(), batch.local.end()),
-          remote_(batch.remote.begin(), batch.remote.end()),
-          ready_(ready) {}
+          op_(op),
+          local_(rows.local.begin(), rows.local.end()),
+          remote_(rows.remote.begin(), rows.remote.end()) {}
+
+    void post() override {
+        const std::lock_guard lock(network_->mutex_);
+        const auto* peer = network_->find(name_, token_);
+        if (peer == nullptr) {
+            throw ConnectionLost(fake_error("post", "'" + name_ + "' cannot be reached"));
+        }
+        (void)peer->memory.cover(remote_, "of peer '" + name_ + "'");
+        ready_ = Clock::now() + peer->delay;
+        copy(0, half());
+    }
 
     /// Copy a part of the rows; the caller holds the network's lock.
     void copy(std::size_t first, std::size_t last) const {
@@ -87,7 +105,7 @@ class FakeOperation final : public Operation {
     const Op op_;
     const std::vector<Row> local_;
     const std::vector<Row> remote_;
-    const TimePoint ready_;
+    TimePoint ready_{};
 };
 
 // ---------------------------------------------------------------------------------------------
@@ -205,18 +223,28 @@ bool FakeDriver::is_alive(Connection& connection) {
     return network_->find(peer.name, peer.token) != nullptr;
 }
 
-std::unique_ptr<Operation> FakeDriver::start(Connection& connection, const Batch& batch) {
-    const auto& peer = static_cast<const FakeConnection&>(connection);
-    const std::lock_guard lock(network_->mutex_);
-    const auto* endpoint = network_->find(peer.name, peer.token);
-    if (endpoint == nullptr) {
-        throw ConnectionLost(fake_error("start", "'" + peer.name + "' cannot be reached"));
-    }
-    (void)endpoint->memory.cover(batch.remote, "of peer '" + peer.name + "'");
-    auto operation = std::make_unique<FakeOperation>(network_, peer, batch,
-                                                     Clock::now() + endpoint->delay);
-    operation->copy(0, operation->half());
-    return operation;
+std::unique_ptr<Operation> FakeDriver::make(Connection& connection, Op op, const RowPairs& rows) {
+    return std::make_unique<FakeOperation>(
+        network_, static_cast<const FakeConnection&>(connection), op, rows);
+}
+
+std::unique_ptr<Prepared> FakeDriver::prepare(Connection& /*connection*/, const RowPairs& rows) {
+    return std::make_unique<FakePrepared>(rows);
+}
+
+std::unique_ptr<Operation> FakeDriver::make(Connection& connection, Op op, Prepared& prepared,
+                                            const IndexPairs& indices) {
+    const auto& lists = static_cast<const FakePrepared&>(prepared);
+    const auto pick = [](const std::vector<Row>& from, std::span<const std::int32_t> which) {
+        std::vector<Row> rows;
+        for (const std::int32_t i : which) {
+            rows.push_back(from.at(static_cast<std::size_t>(i)));
+        }
+        return rows;
+    };
+    const std::vector<Row> local = pick(lists.local, indices.local);
+    const std::vector<Row> remote = pick(lists.remote, indices.remote);
+    return make(connection, op, {local, remote, Memory::kDram, Memory::kDram});
 }
 
 void FakeDriver::notify(Connection& connection, const std::string& message) {

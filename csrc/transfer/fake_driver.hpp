@@ -69,7 +69,10 @@ class FakeDriver final : public Driver {
                                         std::string_view metadata) override;
     void refresh(Connection& connection, std::string_view metadata) override;
     bool is_alive(Connection& connection) override;
-    std::unique_ptr<Operation> start(Connection& connection, const Batch& batch) override;
+    std::unique_ptr<Operation> make(Connection& connection, Op op, const RowPairs& rows) override;
+    std::unique_ptr<Prepared> prepare(Connection& connection, const RowPairs& rows) override;
+    std::unique_ptr<Operation> make(Connection& connection, Op op, Prepared& prepared,
+                                    const IndexPairs& indices) override;
     void notify(Connection& connection, const std::string& message) override;
     void receive(std::vector<Notification>& into) override;
 

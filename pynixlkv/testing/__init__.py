@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from pynixlkv import _native
-from pynixlkv.agent import EngineAgent
+from pynixlkv.engine import EngineAgent
 
 __all__ = ["FakeAgent", "FakeNetwork", "live_counts"]
 

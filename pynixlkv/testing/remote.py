@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import traceback
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pynixlkv.agent import EngineAgent
+    from pynixlkv.agent import Peer
+    from pynixlkv.engine import EngineAgent
     from pynixlkv.testing import FakeNetwork
 
 __all__ = ["LocalRemote", "Pool", "ProcessRemote", "Remote"]
@@ -69,7 +70,8 @@ class Pool:
     def block(self, block_id: int) -> npt.NDArray[np.uint16]:
         """One block with its axes in the order ``K H N D``, a view."""
         order = [self.axes.index(a) for a in "BKHND"]
-        return self.array.transpose(order)[block_id]
+        block: npt.NDArray[np.uint16] = self.array.transpose(order)[block_id]
+        return block
 
 
 class Remote(Protocol):
@@ -80,20 +82,46 @@ class Remote(Protocol):
     def start(self) -> None:
         """Make the agent, again after `kill`."""
 
-    def hello(self) -> bytes: ...
-    def connect(self, hello: bytes) -> None: ...
-    def address(self) -> int: ...
-    def fill(self, seed: int) -> None: ...
-    def content(self) -> bytes: ...
-    def notify(self, peer: str, message: bytes) -> None: ...
-    def notifications(self, timeout: float) -> list[tuple[str, bytes]]: ...
+    def hello(self) -> bytes:
+        """Return the agent's hello, with its pool's cache."""
+        ...
+
+    def connect(self, hello: bytes) -> None:
+        """Connect the agent to the suite's."""
+
+    def address(self) -> int:
+        """Return the address of the pool."""
+        ...
+
+    def fill(self, seed: int) -> None:
+        """Fill the pool with bytes that depend on the seed."""
+
+    def content(self) -> bytes:
+        """Return the pool's bytes."""
+        ...
+
+    def notify(self, peer: str, message: bytes) -> None:
+        """Send a notification to a connected peer."""
+
+    def notifications(self, timeout: float) -> list[tuple[str, bytes]]:
+        """Take sender and message of what has arrived."""
+        ...
+
     def register_more(self, nbytes: int) -> int:
         """Register another buffer of zeros and return its address."""
+        ...
 
-    def pause(self) -> None: ...
-    def resume(self) -> None: ...
-    def kill(self) -> None: ...
-    def close(self) -> None: ...
+    def pause(self) -> None:
+        """Stop taking part, as a stopped process does."""
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+
+    def kill(self) -> None:
+        """Be gone from one moment to the next."""
+
+    def close(self) -> None:
+        """Close the agent."""
 
 
 class _Side:
@@ -103,7 +131,7 @@ class _Side:
         self.pool = Pool(axes)
         self.agent = make(name)
         self.agent.register(self.pool.cache)
-        self.peers: dict[str, object] = {}
+        self.peers: dict[str, Peer] = {}
         self.more: list[object] = []
 
     def hello(self) -> bytes:
@@ -123,7 +151,7 @@ class _Side:
         return self.pool.bytes.tobytes()
 
     def notify(self, peer: str, message: bytes) -> None:
-        self.agent.notify(self.peers[peer], message)  # type: ignore[arg-type]
+        self.agent.notify(self.peers[peer], message)
 
     def notifications(self, timeout: float) -> list[tuple[str, bytes]]:
         return [(n.peer, n.message) for n in self.agent.notifications(timeout)]
@@ -162,7 +190,7 @@ class LocalRemote:
 
         self._side = _Side(lambda name: FakeAgent(name, self._network), self.name, self._axes)
 
-    def __getattr__(self, command: str) -> object:
+    def __getattr__(self, command: str) -> Any:  # noqa: ANN401
         return getattr(self._side, command)
 
     def pause(self) -> None:
@@ -197,7 +225,7 @@ def _serve(
             answer = ("ok", getattr(side, command)(*arguments))
         except PynixlkvError as error:
             answer = ("error", error)
-        except Exception:  # noqa: BLE001 - the other process reports it
+        except Exception:  # the other process reports it
             answer = ("traceback", traceback.format_exc())
         connection.send(answer)
         if command == "close":
@@ -248,7 +276,7 @@ class ProcessRemote:
         self._connection.send((command, arguments))
         return self._answer(command)
 
-    def __getattr__(self, command: str) -> Callable[..., object]:
+    def __getattr__(self, command: str) -> Callable[..., Any]:
         if command.startswith("_"):
             raise AttributeError(command)
         return lambda *arguments: self._ask(command, *arguments)

@@ -63,13 +63,13 @@ inline int run() {
 
 #define CHECK_CONCAT2(a, b) a##b
 #define CHECK_CONCAT(a, b) CHECK_CONCAT2(a, b)
-#define TEST_CASE(name)                                                               \
-    static void CHECK_CONCAT(test_, __LINE__)();                                      \
-    static const check::Register CHECK_CONCAT(reg_, __LINE__){name,                   \
+#define TEST_CASE(name)                                                                       \
+    static void CHECK_CONCAT(test_, __LINE__)();                                              \
+    static const check::Register CHECK_CONCAT(reg_, __LINE__){name,                           \
                                                               CHECK_CONCAT(test_, __LINE__)}; \
     static void CHECK_CONCAT(test_, __LINE__)()
-#define CHECK(cond)                                       \
-    do {                                                  \
+#define CHECK(cond)                                          \
+    do {                                                     \
         if (!(cond)) check::fail(__FILE__, __LINE__, #cond); \
     } while (false)
 #define CHECK_EQ(a, b) check::equal(__FILE__, __LINE__, #a " == " #b, (a), (b))

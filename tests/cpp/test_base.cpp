@@ -17,4 +17,6 @@ TEST_CASE("a native error carries library, call, status and detail") {
     CHECK_EQ(e.detail(), "to peer p0");
 }
 
-int main() { return check::run(); }
+int main() {
+    return check::run();
+}

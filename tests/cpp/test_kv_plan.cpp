@@ -364,6 +364,12 @@ TEST_CASE("runs do not cross from one span into the next") {
     const std::vector<Row> extents = plan.extents(Side::kRemote);
     CHECK_EQ(extents.size(), 2U);
     CHECK(extents[1] == (Row{90'000 + kBytes, kBytes, 0}));
+    Selection second = all();
+    second.layers = {{1, 2}};
+    const Plan part = plan_of(two_spans(10'000), two_spans(90'000), second);
+    CHECK_EQ(part.extents(Side::kLocal).size(), 1U);
+    CHECK_EQ(part.extents(Side::kLocal)[0].address, 10'000 + kBytes);
+    CHECK_EQ(expand(part, {{ids, ids}}).remote[0].address, 90'000 + kBytes);
 }
 
 TEST_CASE("runs that adjoin in one block pair only are not one run") {

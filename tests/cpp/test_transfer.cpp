@@ -1,5 +1,6 @@
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <numeric>
@@ -78,6 +79,42 @@ struct Pair {
     std::shared_ptr<Peer> peer;
 };
 
+/// Blocks of a pair; block i here meets block i there.
+class BlockSource final : public Source {
+  public:
+    BlockSource(const Pair& pair, std::vector<std::size_t> blocks,
+                std::shared_ptr<const void> shared = nullptr)
+        : pair_(pair), blocks_(std::move(blocks)), pool_(std::move(shared)) {}
+
+    void expand(std::vector<Row>& local, std::vector<Row>& remote) const override {
+        for (const std::size_t block : blocks_) {
+            local.push_back(pair_.row_a(block));
+            remote.push_back(pair_.row_b(block));
+        }
+    }
+    std::shared_ptr<const void> pool() const override { return pool_; }
+    std::size_t pool_size() const override { return 64; }
+    void pool_rows(std::vector<Row>& local, std::vector<Row>& remote) const override {
+        for (std::size_t block = 0; block < 64; ++block) {
+            local.push_back(pair_.row_a(block));
+            remote.push_back(pair_.row_b(block));
+        }
+    }
+    std::size_t num_indices() const override { return blocks_.size(); }
+    void expand_indices(std::vector<std::int32_t>& local,
+                        std::vector<std::int32_t>& remote) const override {
+        for (const std::size_t block : blocks_) {
+            local.push_back(static_cast<std::int32_t>(block));
+            remote.push_back(static_cast<std::int32_t>(block));
+        }
+    }
+
+  private:
+    const Pair& pair_;
+    const std::vector<std::size_t> blocks_;
+    const std::shared_ptr<const void> pool_;
+};
+
 template <class F>
 std::string kind_of(F f) {
     try {
@@ -130,15 +167,43 @@ TEST_CASE("rows are made on the engine's thread and cut into batches") {
     Request r = p.request(Op::kRead, {});
     r.local_extents = {{address(p.pool_a.data()), p.pool_a.size(), 0}};
     r.remote_extents = {{address(p.pool_b.data()), p.pool_b.size(), 0}};
-    r.expand = [&p](std::vector<Row>& local, std::vector<Row>& remote) {
-        local.push_back(p.row_a(1));
-        remote.push_back(p.row_b(1));
-    };
+    r.source = std::make_shared<BlockSource>(p, std::vector<std::size_t>{1});
     const auto t = p.a->submit(r);
     CHECK(t->wait(in(5s)));
     CHECK_EQ(t->stats().batches, kBlock / 16);
     CHECK_EQ(t->stats().bytes_done, kBlock);
     CHECK(std::memcmp(&p.pool_a[kBlock], &p.pool_b[kBlock], kBlock) == 0);
+}
+
+TEST_CASE("rows that keep coming are prepared once that pays, and move the same bytes") {
+    EngineOptions options;
+    options.batch_rows = 5;
+    Pair p(options);
+    const auto pool = std::make_shared<int>(0);
+    bool prepared = false;
+    for (std::size_t turn = 0; turn < 20; ++turn) {
+        std::fill(p.pool_a.begin(), p.pool_a.end(), static_cast<unsigned char>(0));
+        std::vector<std::size_t> blocks;
+        for (std::size_t i = 0; i < 16; ++i) blocks.push_back((i * 7 + turn) % 64);
+        Request r = p.request(Op::kRead, {});
+        r.local_extents = {{address(p.pool_a.data()), p.pool_a.size(), 0}};
+        r.remote_extents = {{address(p.pool_b.data()), p.pool_b.size(), 0}};
+        r.source = std::make_shared<BlockSource>(p, blocks, pool);
+        const auto t = p.a->submit(r);
+        CHECK(t->wait(in(5s)));
+        CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kDone));
+        CHECK_EQ(t->stats().bytes_done, 16 * kBlock);
+        CHECK_EQ(t->stats().batches, 4U);
+        CHECK(!prepared || t->stats().prepared);
+        prepared = t->stats().prepared;
+        for (std::size_t block = 0; block < 64; ++block) {
+            const bool wanted = std::find(blocks.begin(), blocks.end(), block) != blocks.end();
+            const int expected = wanted ? p.pool_b[block * kBlock + 5] : 0;
+            CHECK_EQ(int{p.pool_a[block * kBlock + 5]}, expected);
+        }
+    }
+    CHECK(prepared);
+    p.a->deregister(p.reg_a);  // prepared rows do not keep memory registered
 }
 
 TEST_CASE("a transfer of nothing is done, and its notification still goes out") {

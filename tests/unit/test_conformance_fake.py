@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from pynixlkv.testing import FakeAgent, FakeNetwork
-from pynixlkv.testing.conformance import AgentConformance
+from pynixlkv.testing.conformance import HungPeerConformance
 from pynixlkv.testing.remote import LocalRemote
 
 
-class TestFakeAgent(AgentConformance):
+class TestFakeAgent(HungPeerConformance):
     @pytest.fixture
     def network(self):
         return FakeNetwork()

@@ -1,11 +1,14 @@
 /// @file
+/// One bind function per room.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace pynixlkv::bindings {
 
-/// The transfer engine, and the fake network that tests run it on.
+void bind_base(pybind11::module_& m);
+void bind_buffer(pybind11::module_& m);
+void bind_nixl(pybind11::module_& m);
 void bind_transfer(pybind11::module_& m);
 
 }  // namespace pynixlkv::bindings

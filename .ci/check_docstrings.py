@@ -1,0 +1,80 @@
+"""Check the docstrings of everything public: each ``__all__`` of the package and its members.
+
+Ruff sees missing docstrings and malformed sections; this imports the package and compares what is
+documented with the signatures that are really there, dataclasses included.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from typing import TYPE_CHECKING
+
+from numpydoc.validate import Validator, validate
+
+import pynixlkv
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CHECKS = {
+    "GL06": "unknown section",
+    "GL07": "sections in the wrong order",
+    "GL08": "no docstring",
+    "PR01": "parameter not documented",
+    "PR02": "documented parameter does not exist",
+    "PR03": "parameters in the wrong order",
+    "PR10": "no space before the colon of a parameter",
+    "SS01": "no summary",
+}
+
+
+def public_modules() -> Iterator[str]:
+    """Name each module of the package that has no underscore in its path."""
+    yield pynixlkv.__name__
+    for info in pkgutil.walk_packages(pynixlkv.__path__, "pynixlkv."):
+        if not any(part.startswith("_") for part in info.name.split(".")):
+            yield info.name
+
+
+def public_names(module_name: str) -> Iterator[str]:
+    """Name the functions and classes a module exports, and the public methods written in them."""
+    module = importlib.import_module(module_name)
+    for name in getattr(module, "__all__", ()):
+        thing = getattr(module, name)
+        if getattr(thing, "__module__", None) != module_name:
+            continue  # documented where it is defined, or a plain value
+        if inspect.isroutine(thing) or inspect.isclass(thing):
+            yield f"{module_name}.{name}"
+        if inspect.isclass(thing):
+            for member, value in vars(thing).items():
+                if not member.startswith("_") and (
+                    inspect.isroutine(value) or isinstance(value, (property, classmethod))
+                ):
+                    yield f"{module_name}.{name}.{member}"
+
+
+def takes_own_parameters(name: str) -> bool:
+    """Tell a function, or a class with a constructor of its own, from one that inherits it."""
+    thing = Validator._load_obj(name)
+    return not inspect.isclass(thing) or "__init__" in vars(thing)
+
+
+def main() -> int:
+    """Print each finding and return the exit status."""
+    seen, findings = 0, 0
+    for module_name in public_modules():
+        for name in public_names(module_name):
+            seen += 1
+            for code, message in validate(name)["errors"]:
+                if code in CHECKS and (not code.startswith("PR") or takes_own_parameters(name)):
+                    findings += 1
+                    print(f"{name}: {code} {message}")
+    print(f"{seen} public names checked, {findings} findings")
+    return 1 if findings or not seen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Fail if a layer of the tests that should run on any machine was skipped or never ran.
+
+A skipped test is not a passed one: only tests/gpu, which needs an accelerator, may skip.
+"""
+
+from __future__ import annotations
+
+import sys
+import xml.etree.ElementTree as ET
+from collections import Counter
+from pathlib import Path
+
+MUST_RUN = ("unit", "native", "integration")
+
+
+def main(report: Path) -> int:
+    """Print what each layer ran and return the exit status."""
+    ran: Counter[str] = Counter()
+    failures = []
+    for case in ET.parse(report).iter("testcase"):
+        where = case.get("classname", "").split(".")
+        layer = where[1] if where[0] == "tests" and len(where) > 1 else where[0]
+        skipped = case.find("skipped")
+        if skipped is None:
+            ran[layer] += 1
+        elif layer != "gpu":
+            failures.append(
+                f"{case.get('classname')}.{case.get('name')} was skipped: {skipped.get('message')}"
+            )
+    failures += [f"no test of tests/{layer} ran" for layer in MUST_RUN if not ran[layer]]
+    print("ran " + ", ".join(f"{count} {layer}" for layer, count in sorted(ran.items())))
+    for failure in failures:
+        print(failure)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,1 @@
+"""What pynixlkv is compared with."""

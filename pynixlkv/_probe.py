@@ -1,0 +1,106 @@
+"""Ask one NIXL library what works here; run as ``python -m pynixlkv._probe PATH``.
+
+Prints a line of JSON. It is a program of its own since it loads every plugin and opens every UCX
+transport, which the process that asks must not do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from pynixlkv._loader import _mapped_files
+from pynixlkv._native import NixlAgent, NixlLibrary
+from pynixlkv.errors import NixlError
+from pynixlkv.types import MemoryType
+
+_UCP_FEATURES_FIELD = 1
+_UCP_FEATURE_RMA = 1 << 1
+_UCP_FEATURE_AM = 1 << 6
+
+
+def probe_plugins(agent: NixlAgent) -> list[dict[str, object]]:
+    """Load each plugin and return what it declares or why it cannot be loaded."""
+    plugins: list[dict[str, object]] = []
+    for name in agent.available_plugins():
+        plugin: dict[str, object] = {"name": name, "memory_types": [], "params": {}, "problem": ""}
+        try:
+            memory, params = agent.plugin_info(name)
+        except NixlError as error:
+            plugin["problem"] = why_not(name) or str(error)
+        else:
+            plugin["memory_types"] = [MemoryType(m).name for m in memory]
+            plugin["params"] = params
+        plugins.append(plugin)
+    return plugins
+
+
+def why_not(plugin: str) -> str:
+    """Return what the dynamic loader says about a plugin; empty if it can open it."""
+    folders = [
+        os.environ.get("NIXL_PLUGIN_DIR", ""),
+        *(str(Path(p).parent / "plugins") for p in _mapped_files() if p.endswith("/libnixl.so")),
+    ]
+    for folder in filter(None, folders):
+        path = Path(folder) / f"libplugin_{plugin}.so"
+        if path.is_file():
+            try:
+                ctypes.CDLL(str(path))
+            except OSError as error:
+                return str(error)
+    return ""
+
+
+def probe_ucx() -> tuple[str, list[str]]:
+    """Return version and transports of the UCX that NIXL's UCX plugin has brought along."""
+    paths = [path for path in _mapped_files() if re.search(r"/libucp[^/]*\.so", path)]
+    if not paths:
+        return "", []
+    ucp = ctypes.CDLL(paths[0])
+    ucp.ucp_get_version_string.restype = ctypes.c_char_p
+    version = ucp.ucp_get_version_string().decode()
+    major, minor, release = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint()
+    ucp.ucp_get_version(ctypes.byref(major), ctypes.byref(minor), ctypes.byref(release))
+    # A zeroed parameter block: only the fields of the mask, the first word, are read.
+    params = (ctypes.c_uint64 * 64)(_UCP_FEATURES_FIELD, _UCP_FEATURE_RMA | _UCP_FEATURE_AM)
+    context = ctypes.c_void_p()
+    status = ucp.ucp_init_version(major, minor, ctypes.byref(params), None, ctypes.byref(context))
+    if status != 0:
+        return version, []
+    libc = ctypes.CDLL(None)
+    libc.fopen.restype = ctypes.c_void_p
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "context"
+        stream = ctypes.c_void_p(libc.fopen(os.fsencode(path), b"w"))
+        ucp.ucp_context_print_info(context, stream)
+        libc.fclose(stream)
+        text = path.read_text(encoding="utf-8")
+    return version, re.findall(r"resource \d+ .*? -- (\S+)", text)
+
+
+def main(path: str) -> None:
+    """Probe the library and print the result."""
+    agent = NixlAgent(
+        NixlLibrary(path),
+        "pynixlkv-probe",
+        progress_thread=False,
+        listen_thread=False,
+        listen_port=0,
+        thread_sync=0,
+        progress_delay_us=0,
+        listen_delay_us=0,
+        telemetry=False,
+    )
+    plugins = probe_plugins(agent)
+    version, transports = probe_ucx()
+    result = {"plugins": plugins, "ucx_version": version, "transports": transports}
+    sys.stdout.write("\n" + json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,148 @@
+"""The commands and their options; what they do is in `demo` and in `pynixlkv.native_report`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from pynixlkv.cli.messages import Fault, Side
+from pynixlkv.cli.models import MODELS
+from pynixlkv.cli.render import demo_table, info_table, verdict
+from pynixlkv.errors import PynixlkvError
+
+if TYPE_CHECKING:
+    from types import FrameType
+    from typing import NoReturn
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Move paged KV-cache blocks between LLM serving processes.",
+)
+
+
+class Engine(str, Enum):
+    """What moves the bytes."""
+
+    nixl = "nixl"
+    ucx = "ucx"
+
+
+def _fail(error: Exception, *, as_json: bool) -> NoReturn:
+    """Report a failure the way the command reports its results, and exit with 1."""
+    if as_json:
+        typer.echo(json.dumps({"ok": False, "error": str(error), "kind": type(error).__name__}))
+    else:
+        typer.echo(f"error: {error}", err=True)
+    raise typer.Exit(1)
+
+
+def _exit_on_terminate(_signum: int, _frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + signal.SIGTERM)
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        str, typer.Option(help="One of " + ", ".join(model.name for model in MODELS) + ".")
+    ] = MODELS[0].name,
+    axes: Annotated[
+        str | None,
+        typer.Option(
+            help="Order of the dimensions of each layer's tensor on both sides: KBHND (or HND), "
+            "KBNHD (or NHD), BKNHD, BHNC, BND (or MLA), …; L for one tensor of all layers."
+        ),
+    ] = None,
+    prefill_axes: Annotated[
+        str | None, typer.Option(help="The same for prefill alone.", show_default="as --axes")
+    ] = None,
+    decode_axes: Annotated[
+        str | None, typer.Option(help="The same for decode alone.", show_default="as --axes")
+    ] = None,
+    prefill_tp: Annotated[int, typer.Option(min=1, help="Prefill processes.")] = 1,
+    decode_tp: Annotated[int, typer.Option(min=1, help="Decode processes.")] = 1,
+    blocks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Blocks to move each way.", show_default="what fits the memory"),
+    ] = None,
+    engine: Annotated[Engine, typer.Option(help="What moves the bytes.")] = Engine.nixl,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds until giving up.")] = 300.0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Repeat a run.", show_default="random")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    fault: Annotated[Fault | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Move a real KV cache between prefill and decode processes here, and compare every byte.
+
+    Decode pulls scattered blocks from prefill by READ, prefill pushes others to decode by WRITE.
+    Exit status is 0 only if every byte that was moved is right and every other one untouched.
+    """
+    from pynixlkv.cli.demo import DemoOptions, run_demo
+
+    chosen: dict[Side, str | None] = {
+        "prefill": prefill_axes or axes,
+        "decode": decode_axes or axes,
+    }
+    options = DemoOptions(
+        model=model,
+        axes={side: text for side, text in chosen.items() if text is not None},
+        sizes={"prefill": prefill_tp, "decode": decode_tp},
+        blocks=blocks,
+        engine=engine.value,
+        timeout_s=timeout,
+        seed=seed,
+        fault=fault,
+    )
+    signal.signal(signal.SIGTERM, _exit_on_terminate)
+    stderr = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        task = bar.add_task("start", total=1)
+        try:
+            report = run_demo(
+                options,
+                lambda label, done, total: bar.update(
+                    task, description=label, completed=done, total=total
+                ),
+            )
+        except PynixlkvError as error:
+            failure: PynixlkvError | None = error
+        else:
+            failure = None
+    if failure is not None:
+        _fail(failure, as_json=as_json)
+    if as_json:
+        typer.echo(json.dumps(report.as_dict()))
+    else:
+        console = Console()
+        console.print(demo_table(report))
+        for difference in report.differences:
+            console.print(difference, style="red", highlight=False)
+        console.print(verdict(report), highlight=False, soft_wrap=True)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show which libraries, transports and kinds of memory work here, and what is missing."""
+    from pynixlkv import __version__, native_report
+
+    report = {"pynixlkv": __version__, **native_report().to_dict()}
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        Console().print(info_table(report))

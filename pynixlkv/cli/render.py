@@ -1,0 +1,115 @@
+"""Reports as tables for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pynixlkv.cli.demo import DemoReport, OperationReport
+
+__all__ = ["demo_table", "info_table", "verdict"]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f} ms"
+
+
+def demo_table(report: DemoReport) -> Table:
+    """Return the demo's results as a table.
+
+    Parameters
+    ----------
+    report : DemoReport
+        What happened.
+
+    Returns
+    -------
+    Table
+        One column for each operation.
+    """
+    sides = ", ".join(
+        f"{side} {report.axes[side]} on {size} rank{'s' * (size > 1)}"
+        for side, size in report.sizes.items()
+    )
+    table = Table(
+        title=f"{report.model}, {report.block_tokens}-token blocks\n{sides}\nseed {report.seed}",
+        title_justify="left",
+    )
+    table.add_column()
+    for operation in report.operations:
+        table.add_column(operation.operation, justify="right")
+    rows: dict[str, Callable[[OperationReport], str]] = {
+        "bytes": lambda moved: f"{moved.bytes:,}",
+        "blocks": lambda moved: f"{moved.blocks:,}",
+        "descriptors": lambda moved: f"{moved.descriptors_unmerged:,}",
+        "descriptors, merged": lambda moved: f"{moved.descriptors:,}",
+        "plan": lambda moved: _milliseconds(moved.plan_s),
+        "post": lambda moved: _milliseconds(moved.post_s),
+        "transfer": lambda moved: _milliseconds(moved.transfer_s),
+        "GB/s": lambda moved: f"{moved.gb_per_s:.2f}",
+        "transport": lambda _: report.transport,
+    }
+    for heading, write in rows.items():
+        table.add_row(heading, *(write(operation) for operation in report.operations))
+    return table
+
+
+def verdict(report: DemoReport) -> str:
+    """Return the last line: how many bytes were compared, and with what result.
+
+    Parameters
+    ----------
+    report : DemoReport
+        What happened.
+
+    Returns
+    -------
+    str
+        One line.
+    """
+    if not report.ok:
+        return f"FAILED: {report.wrong_bytes:,} bytes differ"
+    return (
+        f"verified {report.verified_bytes:,} bytes: all equal; "
+        f"{report.guard_bytes:,} guard bytes: all untouched"
+    )
+
+
+def info_table(report: Mapping[str, Any]) -> Table:
+    """Return what was found as a table.
+
+    Parameters
+    ----------
+    report : mapping
+        Fields of `pynixlkv.native_report`, and the version of pynixlkv.
+
+    Returns
+    -------
+    Table
+        One row for each field.
+    """
+    table = Table(show_header=False, show_lines=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for field, value in report.items():
+        table.add_row(field.replace("_", " "), escape(_lines(value)) or "none")
+    return table
+
+
+def _lines(value: object) -> str:
+    """Write a value of a report, nested ones one to a line."""
+    if isinstance(value, dict):
+        parts = (f"{key} {_flat(part)}" for key, part in value.items() if part)
+        return ", ".join(parts)
+    if isinstance(value, (list, tuple)):
+        return "\n".join(_lines(part) for part in value)
+    return "" if value is None else str(value)
+
+
+def _flat(value: object) -> str:
+    return _lines(value).replace("\n", " ")

@@ -1,0 +1,118 @@
+"""`NixlAgent`: the transfer engine on a NIXL agent of its own."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, ClassVar
+
+from pynixlkv import _loader, _native
+from pynixlkv.engine import EngineAgent
+from pynixlkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = ["NixlAgent"]
+
+# NIXL's progress thread serves peers whose transport needs this side's processor (TCP), and wakes
+# on events; this is only the period of its timer, whose value in NIXL's Python API burns a core.
+_PROGRESS_DELAY_US = 100_000
+
+# UCX's registration cache grows without bound where memory is mapped and unmapped often. Applied by
+# NIXL's engine unless the environment has UCX_RCACHE_MAX_UNRELEASED.
+_UCX_CONFIG = "RCACHE_MAX_UNRELEASED=1024"
+
+
+class NixlAgent(EngineAgent):
+    """An agent that moves bytes with NIXL. Safe from several threads.
+
+    Parameters
+    ----------
+    name : str
+        Unique among the agents that talk to each other.
+    backend : str
+        NIXL backend; registered memory and transfers use it alone.
+    backend_params : mapping of str to str, optional
+        Parameters of the backend, over the defaults that `default_backend_params` shows.
+    secret : bytes or str, optional
+        Key of the MAC on hello bytes; both sides need the same. Default: the environment variable
+        ``PYNIXLKV_SECRET``, or none.
+
+    Raises
+    ------
+    LibraryNotFoundError, LibraryVersionError
+        If NIXL is not installed or too old; the message says what to install.
+    ConfigError
+        If the name is empty, or the secret.
+    NixlError
+        If NIXL does not start the agent or the backend.
+
+    Notes
+    -----
+    Make agents after ``fork()``, not before: in a forked child their use raises `ForkError`. The
+    agent has one thread of its own, asleep while nothing happens, and one of NIXL's.
+
+    Examples
+    --------
+    >>> with NixlAgent("decode-0") as agent:  # doctest: +SKIP
+    ...     agent.register(cache)
+    ...     peer = agent.connect(hello_from_prefill)
+    """
+
+    engine: ClassVar[str] = "nixl"
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        backend: str = "UCX",
+        backend_params: Mapping[str, str] | None = None,
+        secret: bytes | str | None = None,
+    ) -> None:
+        self._check_name(name)
+        library = _loader.load_nixl()
+        params = self.default_backend_params(backend) | dict(backend_params or {})
+        _check_params(params.items())
+        self._backend = backend
+        self._backend_params = params
+        super().__init__(
+            lambda incarnation: _native.nixl_engine(
+                name, incarnation, library, backend, params, True, _PROGRESS_DELAY_US
+            ),
+            engine_version=_loader.nixl_version(),
+            secret=secret,
+        )
+
+    @staticmethod
+    def default_backend_params(backend: str) -> dict[str, str]:
+        """Return the parameters that a backend gets unless the caller says otherwise."""
+        return {"engine_config": _UCX_CONFIG} if backend == "UCX" else {}
+
+    @property
+    def backend(self) -> str:
+        """Name of the NIXL backend."""
+        return self._backend
+
+    @property
+    def backend_params(self) -> dict[str, str]:
+        """Parameters that the backend was made with."""
+        return dict(self._backend_params)
+
+    @property
+    def transport(self) -> str:
+        """What the bytes may travel over, as far as this side can tell.
+
+        NIXL does not say which transport UCX chose for a peer; this names the choice that UCX had:
+        ``UCX_TLS`` of the environment, which wins, or ``TLS`` of the backend's ``engine_config``.
+        """
+        if self._backend != "UCX":
+            return self._backend
+        config = self._backend_params.get("engine_config", "").split(",")
+        choice = [item.removeprefix("TLS=") for item in config if item.startswith("TLS=")]
+        return f"UCX, UCX_TLS={os.environ.get('UCX_TLS') or (choice or ['all'])[0]}"
+
+
+def _check_params(params: Iterable[tuple[object, object]]) -> None:
+    for key, value in params:
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ConfigError(f"backend parameter {key!r}: {value!r} must be a string for a string")

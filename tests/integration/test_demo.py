@@ -1,0 +1,117 @@
+"""The demo as a program: real processes, real bytes, and every way in which it must not pass."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from pynixlkv.cli.models import find_model
+
+DEMO = [sys.executable, "-m", "pynixlkv", "demo", "--json", "--timeout", "60"]
+
+
+def run(*options):
+    done = subprocess.run(
+        [*DEMO, *options], check=False, capture_output=True, text=True, timeout=110
+    )
+    return done, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--prefill-tp", "2", "--decode-tp", "4"],
+        ["--prefill-tp", "4", "--decode-tp", "2"],
+        ["--prefill-axes", "KBHND", "--decode-axes", "KBNHD"],
+        ["--prefill-axes", "BHNC", "--decode-axes", "LKBHND", "--decode-tp", "2"],
+    ],
+    ids=["1:1", "2:4", "4:2", "HND to NHD", "packed to cross-layer, 1:2"],
+)
+def test_every_byte_arrives_where_it_belongs(options):
+    done, report = run("--blocks", "3", *options)
+    assert done.returncode == 0, report
+    assert report["ok"] is True
+    expected = 3 * find_model("Llama-3.1-8B").block_bytes(0, 1)
+    assert report["verified_bytes"] == 2 * expected
+    assert report["wrong_bytes"] == 0
+    assert report["guard_bytes"] > 0
+    assert [row["operation"] for row in report["operations"]] == ["read", "write"]
+    for row in report["operations"]:
+        assert row["bytes"] == expected
+        assert 0 < row["descriptors"] <= row["descriptors_unmerged"]
+        assert row["gb_per_s"] > 0
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1)])
+def test_a_latent_cache_is_read_once_by_each_rank(prefill_tp, decode_tp):
+    done, report = run(
+        "--model", "DeepSeek-V3", "--blocks", "2",
+        "--prefill-tp", str(prefill_tp), "--decode-tp", str(decode_tp),
+    )  # fmt: skip
+    assert done.returncode == 0, report
+    assert report["verified_bytes"] == 2 * 2 * decode_tp * 61 * 16 * 576 * 2
+
+
+@pytest.mark.parametrize("fault", ["read", "write", "guard"])
+def test_a_flipped_bit_anywhere_fails_the_run(fault):
+    done, report = run("--blocks", "2", "--fault", fault)
+    assert done.returncode == 1
+    assert report["ok"] is False
+    assert report["wrong_bytes"] >= 1
+    assert report["differences"][0].startswith("decode-0: layer 0, block ")
+
+
+def test_a_rank_that_dies_fails_the_run_and_is_named():
+    done, report = run("--blocks", "2", "--fault", "crash")
+    assert done.returncode == 1
+    assert report["ok"] is False
+    assert "decode-0 exited with 3 in the middle" in report["error"]
+
+
+def test_a_rank_that_hangs_fails_the_run_at_the_deadline():
+    started = time.monotonic()
+    done, report = run("--blocks", "2", "--fault", "hang", "--timeout", "8")
+    assert done.returncode == 1
+    assert "no answer from decode-0" in report["error"]
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupt_leaves_no_process_behind(number):
+    demo = subprocess.Popen(
+        [*DEMO, "--blocks", "2", "--fault", "hang"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    watched = psutil.Process(demo.pid)
+    deadline = time.monotonic() + 50
+    ranks = []
+    # The stopped rank shows that everything is set up and the other rank waits for it.
+    while not any(rank.status() == psutil.STATUS_STOPPED for rank in ranks):
+        assert time.monotonic() < deadline
+        assert demo.poll() is None
+        psutil.wait_procs(ranks, timeout=0.05)
+        ranks = watched.children(recursive=True)
+    os.kill(demo.pid, number)
+    demo.communicate(timeout=30)
+    assert demo.returncode == (130 if number is signal.SIGINT else 143)
+    gone, alive = psutil.wait_procs(ranks, timeout=10)
+    assert len(gone) == 2
+    assert alive == []
+
+
+def test_people_get_a_table_and_a_last_line_with_the_verified_bytes():
+    done = subprocess.run(
+        [sys.executable, "-m", "pynixlkv", "demo", "--blocks", "1"],
+        check=True, capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert "descriptors" in done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith(f"verified {2 * 2 * 1024 * 1024:,} bytes: all equal; ")

@@ -1,0 +1,36 @@
+"""Importing pynixlkv is quiet: seen from a fresh process, as this one has imported everything."""
+
+import json
+import subprocess
+import sys
+
+PROBE = """
+import json, os, sys
+import numpy
+before = dict(os.environ), len(os.listdir("/proc/self/task")), os.listdir("/proc/self/fd")
+import pynixlkv
+for name in pynixlkv.__all__:
+    getattr(pynixlkv, name)
+after = dict(os.environ), len(os.listdir("/proc/self/task")), os.listdir("/proc/self/fd")
+maps = open("/proc/self/maps").read()
+print(json.dumps({
+    "before": before, "after": after,
+    "heavy": sorted({m.split(".")[0] for m in sys.modules} &
+                    {"torch", "nixl", "nixl_cu12", "nixl_cu13", "vllm", "zmq", "typer", "rich"}),
+    "libraries": [name for name in ("libnixl", "libucp", "libcuda") if name in maps],
+}))
+"""
+
+
+def test_import_loads_nothing_heavy_and_changes_nothing():
+    output = subprocess.run(
+        [sys.executable, "-c", PROBE], check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+    seen = json.loads(output)
+    assert seen["heavy"] == []
+    assert seen["libraries"] == []
+    assert seen["after"] == seen["before"]
+
+
+def test_import_does_not_need_numpy_to_be_imported_first():
+    subprocess.run([sys.executable, "-c", "import pynixlkv"], check=True, timeout=60)
