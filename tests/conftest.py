@@ -23,12 +23,16 @@ def no_native_leaks(request):
     """Every native owner that a test makes is gone after it."""
     failed_before = request.session.testsfailed
     before = live_counts()
+
+    def leaked():
+        return {name: n for name, n in live_counts().items() if n > before.get(name, 0)}
+
     yield
     if request.session.testsfailed == failed_before:
         request.node.funcargs.clear()  # pytest holds the values of fixtures until later
-        gc.collect()
-        leaked = {name: n for name, n in live_counts().items() if n > before.get(name, 0)}
-        assert not leaked
+        if leaked():
+            gc.collect()  # costs more than most tests, so only where it may matter
+        assert not leaked()
 
 
 @pytest.fixture
