@@ -17,14 +17,18 @@ from pathlib import Path
 MODULE = "pynixlkv._native"
 CHECKED_IN = Path("pynixlkv/_native.pyi")
 
-# How pybind11 writes a type, and how a person does.
+# How pybind11 writes a type, and how a person does: it takes any sequence for a list, any mapping
+# for a dict, and bytes for what it calls a str.
 SPELLINGS = [
+    (r"\bnumpy\.typing\.", ""),
     (r"\b(?:typing|collections\.abc|pynixlkv\._native|pynixlkv\.types|pynixlkv)\.", ""),
     (r"\bnumpy\b", "np"),
-    (r"\bnp\.typing\.", ""),
+    (r"\bAnnotated\[ArrayLike, (np\.\w+)\]", r"NDArray[\1]"),
     (r"\bSupportsInt \| SupportsIndex\b", "int"),
     (r"\bSupportsFloat \| SupportsIndex\b", "float"),
     (r"\bOptional\[(\w+)\]", r"\1 | None"),
+    (r"\bSequence\b", "list"),
+    (r"\bMapping\b", "dict"),
 ]
 UNKNOWN = {"object", "Any", "Callable", "tuple", "list", "dict"}
 
@@ -72,17 +76,23 @@ def describe(body: list[ast.stmt], prefix: str = "") -> dict[str, list[dict[str,
             forms.append(signature(node, in_class=bool(prefix)))
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found[f"{prefix}{node.target.id}"] = [{}]
-    hidden = re.compile(r"(^|\.)(__(?!init__|enter__|exit__|len__)\w+__|_\w+_kind)$")
+    hidden = re.compile(r"(^|\.)(__(?!init__|enter__|exit__|len__)\w+__|_[a-zA-Z]\w*(\..*)?)$")
     return {name: forms for name, forms in found.items() if not hidden.search(name)}
 
 
 def differences(ours: dict[str, str], built: dict[str, str]) -> str:
     """Say how one signature differs, or return an empty text."""
-    if list(ours) != list(built):
+    if len(ours) == len(built):
+        pairs = zip(ours, built, strict=True)
+        # The binding need not name a parameter that is never passed by name.
+        same_names = all(mine == theirs or re.match(r"arg\d+$", theirs) for mine, theirs in pairs)
+    else:
+        same_names = False
+    if not same_names:
         return f"takes ({', '.join(ours)}) in the stub, ({', '.join(built)}) in the module"
-    for name, theirs in built.items():
-        if ours[name] != theirs and theirs not in UNKNOWN:
-            return f"{name} is {ours[name] or 'untyped'} in the stub, {theirs} in the module"
+    for name, mine, theirs in zip(ours, ours.values(), built.values(), strict=True):
+        if mine.replace("bytes", "str") != theirs.replace("bytes", "str") and theirs not in UNKNOWN:
+            return f"{name} is {mine or 'untyped'} in the stub, {theirs} in the module"
     return ""
 
 

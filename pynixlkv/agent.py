@@ -90,10 +90,15 @@ class TransferResult:
         Rows given to the native library, after merging and cutting.
     batches : int
         Native requests that they were posted in.
+    prepared : bool
+        Whether the rows were chosen by index from prepared ones, which the engine does when it
+        pays; they are then counted before merging.
     queued_s : float
         Seconds from the call to the engine's thread taking it up.
     plan_s : float
         Seconds the engine's thread spent turning block tables into rows.
+    make_s : float
+        Seconds it spent making native requests out of the rows.
     post_s : float
         Seconds inside the library's post calls (the whole copy, on same-host paths of NIXL).
     transfer_s : float
@@ -103,8 +108,10 @@ class TransferResult:
     bytes: int
     descriptors: int
     batches: int
+    prepared: bool
     queued_s: float
     plan_s: float
+    make_s: float
     post_s: float
     transfer_s: float
 
@@ -363,8 +370,10 @@ class Transfer:
             bytes=stats["bytes"],
             descriptors=stats["descriptors"],
             batches=stats["batches"],
+            prepared=stats["prepared"],
             queued_s=stats["queued_ns"] * 1e-9,
             plan_s=stats["expand_ns"] * 1e-9,
+            make_s=stats["make_ns"] * 1e-9,
             post_s=stats["post_ns"] * 1e-9,
             transfer_s=stats["total_ns"] * 1e-9,
         )

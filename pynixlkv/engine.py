@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from pynixlkv.agent import BlockTable, Registerable
     from pynixlkv.plan import TransferPlan
 
-__all__ = ["EngineAgent"]
+__all__ = ["EngineAgent", "num_parked"]
 
 _EXIT_TIMEOUT_S = 1.0
 
@@ -619,8 +619,12 @@ class _Keeper:
     def add(self, agent: EngineAgent) -> None:
         if os.getpid() != self._pid:  # a forked child: what the parent had is not ours
             self.__init__()  # type: ignore[misc]
-        self._parked = [(engine, kept) for engine, kept in self._parked if not engine.is_closed]
+        self.reap()
         self._live.add(agent)
+
+    def reap(self) -> int:
+        self._parked = [(engine, kept) for engine, kept in self._parked if not engine.is_closed]
+        return len(self._parked)
 
     def park(self, engine: _native.Engine, kept: object) -> None:
         self._parked.append((engine, kept))
@@ -636,6 +640,17 @@ class _Keeper:
 
 _keeper = _Keeper()
 atexit.register(_keeper.stop_all)
+
+
+def num_parked() -> int:
+    """Return how many agents were dropped while transfers could still move bytes, and still can.
+
+    Returns
+    -------
+    int
+        Each keeps its thread and its registered memory until it is quiet.
+    """
+    return _keeper.reap()
 
 
 def _span_arrays(spans: Iterable[MemorySpan]) -> tuple[npt.NDArray[np.uint64], list[int]]:

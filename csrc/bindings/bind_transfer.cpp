@@ -55,7 +55,9 @@ Clock::duration duration(double seconds) {
         std::chrono::duration<double>(seconds > 0 ? std::min(seconds, kLongest) : 0));
 }
 
-TimePoint after(double seconds) { return Clock::now() + duration(seconds); }
+TimePoint after(double seconds) {
+    return Clock::now() + duration(seconds);
+}
 
 std::vector<Row> copy_rows(const RowArray& array) {
     if (array.ndim() != 2 || array.shape(1) != 3) {
@@ -164,10 +166,23 @@ std::shared_ptr<Transfer> submit_rows(Engine& engine, int op, std::shared_ptr<Pe
     return engine.submit(std::move(request));
 }
 
+/// A plan, and what preparing its rows would take.
+struct EnginePlan {
+    explicit EnginePlan(std::span<const std::uint64_t> program)
+        : plan(kv::Plan::from_words(program)), can_prepare(plan.can_prepare()) {
+        const auto sizes = plan.prepared_sizes();
+        pool_size = sizes[0] + sizes[1];
+    }
+
+    const kv::Plan plan;
+    const bool can_prepare;
+    std::size_t pool_size;
+};
+
 /// A plan with block tables that own their numbers, for the engine's thread.
 class PlanSource final : public transfer::Source {
   public:
-    PlanSource(std::shared_ptr<const kv::Plan> plan, const IdArray& ids, const IdArray& headers)
+    PlanSource(std::shared_ptr<const EnginePlan> plan, const IdArray& ids, const IdArray& headers)
         : plan_(std::move(plan)),
           ids_(ids.data(), ids.data() + ids.size()),
           headers_(headers.data(), headers.data() + headers.size()) {}
@@ -177,26 +192,41 @@ class PlanSource final : public transfer::Source {
     }
 
     void expand(std::vector<Row>& local, std::vector<Row>& remote) const override {
-        plan_->expand(tables(), local, remote);
+        plan_->plan.expand(tables(), local, remote);
+    }
+    [[nodiscard]] std::shared_ptr<const void> pool() const override {
+        return plan_->can_prepare ? plan_ : nullptr;
+    }
+    [[nodiscard]] std::size_t pool_size() const override { return plan_->pool_size; }
+    void pool_rows(std::vector<Row>& local, std::vector<Row>& remote) const override {
+        local = plan_->plan.prepared_rows(kv::Side::kLocal);
+        remote = plan_->plan.prepared_rows(kv::Side::kRemote);
+    }
+    [[nodiscard]] std::optional<std::size_t> num_indices() const override {
+        return plan_->plan.num_indices(tables());
+    }
+    void expand_indices(std::vector<std::int32_t>& local,
+                        std::vector<std::int32_t>& remote) const override {
+        plan_->plan.expand_indices(tables(), local, remote);
     }
 
   private:
-    const std::shared_ptr<const kv::Plan> plan_;
+    const std::shared_ptr<const EnginePlan> plan_;
     const std::vector<std::int64_t> ids_;
     const std::vector<std::int64_t> headers_;
 };
 
 std::shared_ptr<Transfer> submit_plan(Engine& engine, int op, std::shared_ptr<Peer> peer,
-                                      const std::shared_ptr<kv::Plan>& plan, const IdArray& ids,
+                                      const std::shared_ptr<EnginePlan>& plan, const IdArray& ids,
                                       const IdArray& headers, std::optional<py::bytes> notify,
                                       double timeout) {
     Request request = make_request(op, std::move(peer), std::move(notify), timeout);
     const auto source = std::make_shared<const PlanSource>(plan, ids, headers);
     const py::gil_scoped_release release;
-    plan->check(source->tables(),
-                request.op == Op::kRead ? kv::Side::kLocal : kv::Side::kRemote);
-    request.local_extents = plan->extents(kv::Side::kLocal);
-    request.remote_extents = plan->extents(kv::Side::kRemote);
+    plan->plan.check(source->tables(),
+                     request.op == Op::kRead ? kv::Side::kLocal : kv::Side::kRemote);
+    request.local_extents = plan->plan.extents(kv::Side::kLocal);
+    request.remote_extents = plan->plan.extents(kv::Side::kRemote);
     request.source = source;
     return engine.submit(std::move(request));
 }
@@ -214,10 +244,10 @@ void bind_transfer(py::module_& m) {
         .def_property_readonly("state", [](const Peer& p) { return static_cast<int>(p.state()); })
         .def_property_readonly("reason", &Peer::reason);
 
-    py::classh<kv::Plan>(m, "EnginePlan").def(
-        py::init([](const py::array_t<std::uint64_t, py::array::c_style>& program) {
+    py::classh<EnginePlan>(m, "EnginePlan")
+        .def(py::init([](const py::array_t<std::uint64_t, py::array::c_style>& program) {
             const auto size = static_cast<std::size_t>(program.size());
-            return kv::Plan::from_words(std::span(program.data(), size));
+            return std::make_shared<EnginePlan>(std::span(program.data(), size));
         }));
 
     py::classh<Transfer>(m, "EngineTransfer")
@@ -231,8 +261,8 @@ void bind_transfer(py::module_& m) {
         .def(
             "wait",
             [](const Transfer& t, double timeout, bool for_quiet) {
-                return wait_in_slices(
-                    timeout, [&](TimePoint until) { return t.wait(until, for_quiet); });
+                return wait_in_slices(timeout,
+                                      [&](TimePoint until) { return t.wait(until, for_quiet); });
             },
             py::arg("timeout"), py::arg("for_quiet") = false);
 
@@ -262,8 +292,7 @@ void bind_transfer(py::module_& m) {
              })
         .def("connect",
              [](Engine& e, const std::string& name, const py::bytes& incarnation,
-                const py::bytes& metadata, const RowArray& rows,
-                const std::vector<int>& memories) {
+                const py::bytes& metadata, const RowArray& rows, const std::vector<int>& memories) {
                  const std::string incarnation_bytes(incarnation);
                  const std::string metadata_bytes(metadata);
                  const auto spans = copy_spans(rows, memories);
@@ -294,8 +323,7 @@ void bind_transfer(py::module_& m) {
                  return wait_in_slices(timeout, [&](TimePoint until) { return e.close(until); });
              })
         .def_property_readonly("is_closed", &Engine::is_closed)
-        .def(
-            "stop", [](Engine& e, double timeout) { e.stop(after(timeout)); }, ReleaseGil());
+        .def("stop", [](Engine& e, double timeout) { e.stop(after(timeout)); }, ReleaseGil());
 
     py::classh<FakeNetwork>(m, "FakeNetwork")
         .def(py::init<>())
@@ -311,23 +339,21 @@ void bind_transfer(py::module_& m) {
         .def("fail_next", &FakeNetwork::fail_next, ReleaseGil())
         .def("drop_notifications", &FakeNetwork::drop_notifications, ReleaseGil());
 
-    m.def(
-        "fake_engine",
-        [](const std::string& name, const py::bytes& incarnation,
-           const std::shared_ptr<FakeNetwork>& network) {
-            EngineOptions options;
-            options.incarnation = std::string(incarnation);
-            const py::gil_scoped_release release;
-            return std::make_shared<Engine>(
-                name, [name, network] { return std::make_unique<FakeDriver>(name, network); },
-                options);
-        });
+    m.def("fake_engine", [](const std::string& name, const py::bytes& incarnation,
+                            const std::shared_ptr<FakeNetwork>& network) {
+        EngineOptions options;
+        options.incarnation = std::string(incarnation);
+        const py::gil_scoped_release release;
+        return std::make_shared<Engine>(
+            name, [name, network] { return std::make_unique<FakeDriver>(name, network); }, options);
+    });
 
     m.def(
         "nixl_engine",
-        [](const std::string& name, const py::bytes& incarnation, const Shared<const nixl::Library>& library, const std::string& backend,
-           const std::map<std::string, std::string>& backend_params,
-           bool progress_thread, std::uint64_t progress_delay_us) {
+        [](const std::string& name, const py::bytes& incarnation,
+           const Shared<const nixl::Library>& library, const std::string& backend,
+           const std::map<std::string, std::string>& backend_params, bool progress_thread,
+           std::uint64_t progress_delay_us) {
             nixl::DriverOptions driver;
             driver.agent.progress_thread = progress_thread;
             driver.agent.progress_delay_us = progress_delay_us;

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -112,10 +113,18 @@ class Plan {
     /// of all their runs can be indexed by int32.
     [[nodiscard]] bool can_prepare() const;
 
+    /// Number of prepared rows of each side.
+    [[nodiscard]] std::array<std::uint64_t, 2> prepared_sizes() const;
+
     /// Every run of every block of a side's pool, cut to max_bytes, ascending by address (except
     /// where groups interleave in memory).
     /// @throws Error PlanError unless `can_prepare`
     [[nodiscard]] std::vector<Row> prepared_rows(Side side) const;
+
+    /// Number of indices that `expand_indices` gives for the tables; none if part of a block would
+    /// move, which prepared rows cannot say.
+    /// @throws Error PlanError as `expand`, unless `can_prepare`
+    [[nodiscard]] std::optional<std::size_t> num_indices(Tables tables) const;
 
     /// Indices into both sides' prepared rows, paired; the same bytes as `expand`. Replaces the
     /// contents of the vectors.

@@ -56,13 +56,18 @@ bool Plan::can_prepare() const {
             return false;
         }
     }
+    const std::array<std::uint64_t, 2> sizes = prepared_sizes();
+    return std::max(sizes[0], sizes[1]) <= std::numeric_limits<std::int32_t>::max();
+}
+
+std::array<std::uint64_t, 2> Plan::prepared_sizes() const {
     std::array<std::uint64_t, 2> rows{};
     for (const Strip& strip : strips()) {
         for (std::size_t side = 0; side < 2; ++side) {
             rows[side] += groups_[strip.group].paging[side].num_blocks;
         }
     }
-    return std::max(rows[0], rows[1]) <= std::numeric_limits<std::int32_t>::max();
+    return rows;
 }
 
 void Plan::require_prepare() const {
@@ -75,13 +80,8 @@ void Plan::require_prepare() const {
 std::vector<Row> Plan::prepared_rows(Side which) const {
     require_prepare();
     const auto side = static_cast<std::size_t>(which);
-    const std::vector<Strip> all = strips();
-    std::size_t count = 0;
-    for (const Strip& strip : all) {
-        count += groups_[strip.group].paging[side].num_blocks;
-    }
-    std::vector<Row> rows(count);
-    for (const Strip& strip : all) {
+    std::vector<Row> rows(prepared_sizes()[side]);
+    for (const Strip& strip : strips()) {
         for (std::uint64_t block = 0; block < groups_[strip.group].paging[side].num_blocks;
              ++block) {
             rows[strip.first[side] + block * strip.step[side]] = {
@@ -90,6 +90,23 @@ std::vector<Row> Plan::prepared_rows(Side which) const {
         }
     }
     return rows;
+}
+
+std::optional<std::size_t> Plan::num_indices(Tables tables) const {
+    require_prepare();
+    const Expansion expansion(*this, tables);
+    for (std::size_t group = 0; group < groups_.size(); ++group) {
+        for (const Shape& shape : expansion.work_[group].shapes) {
+            if (shape.count != groups_[group].paging[0].slots) {
+                return std::nullopt;
+            }
+        }
+    }
+    std::size_t count = 0;
+    for (const Strip& strip : strips()) {
+        count += expansion.work_[strip.group].pieces.size();
+    }
+    return count;
 }
 
 void Plan::expand_indices(Tables tables, std::vector<std::int32_t>& local,

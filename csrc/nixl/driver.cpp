@@ -105,7 +105,9 @@ std::unique_ptr<transfer::Registered> NixlDriver::register_memory(
     return registered;
 }
 
-std::string NixlDriver::metadata() { return agent_->local_metadata(); }
+std::string NixlDriver::metadata() {
+    return agent_->local_metadata();
+}
 
 std::unique_ptr<transfer::Connection> NixlDriver::connect(const std::string& name,
                                                           std::string_view metadata) {
@@ -164,16 +166,15 @@ std::unique_ptr<transfer::Prepared> NixlDriver::prepare(transfer::Connection& co
                                                         const transfer::RowPairs& rows) {
     const auto& peer = static_cast<const NixlConnection&>(connection);
     auto prepared = std::make_unique<NixlPrepared>();
-    prepared->local = agent_->prepare({}, static_cast<MemoryType>(rows.local_memory), rows.local,
-                                      call_options_);
+    prepared->local =
+        agent_->prepare({}, static_cast<MemoryType>(rows.local_memory), rows.local, call_options_);
     prepared->remote = agent_->prepare(peer.name, static_cast<MemoryType>(rows.remote_memory),
                                        rows.remote, call_options_);
     return prepared;
 }
 
 std::unique_ptr<transfer::Operation> NixlDriver::make(transfer::Connection& connection,
-                                                      transfer::Op op,
-                                                      transfer::Prepared& prepared,
+                                                      transfer::Op op, transfer::Prepared& prepared,
                                                       const transfer::IndexPairs& indices) {
     const auto& lists = static_cast<const NixlPrepared&>(prepared);
     return request(connection, [&] {

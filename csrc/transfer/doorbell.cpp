@@ -46,7 +46,9 @@ Doorbell::Doorbell(const std::string& incarnation)
     }
 }
 
-Doorbell::~Doorbell() { ::close(fd_); }
+Doorbell::~Doorbell() {
+    ::close(fd_);
+}
 
 bool Doorbell::take() const noexcept {
     std::array<char, 1> nothing{};

@@ -30,7 +30,8 @@ class Operation {
     virtual ~Operation() = default;
 
     /// Start moving, once; the copy may happen in this call.
-    /// @throws ConnectionLost when the connection is gone, Error on other failures; it is then quiet
+    /// @throws ConnectionLost when the connection is gone, Error on other failures; it is then
+    /// quiet
     virtual void post() = 0;
     /// Make progress and tell whether the operation has ended.
     /// @return true when all bytes have moved and, for a write, are visible at the peer

@@ -163,13 +163,14 @@ class Source {
 
     /// What all transfers that can share prepared rows have in common; null if there is none.
     [[nodiscard]] virtual std::shared_ptr<const void> pool() const { return nullptr; }
-    /// Number of rows of the pool on the larger side.
+    /// Number of rows of the pool, both sides together.
     [[nodiscard]] virtual std::size_t pool_size() const { return 0; }
     /// All rows that transfers of the pool choose from, in address order. Lengths are those that
     /// `expand_indices` counts with.
     virtual void pool_rows(std::vector<Row>& /*local*/, std::vector<Row>& /*remote*/) const {}
-    /// Number of indices that `expand_indices` gives.
-    [[nodiscard]] virtual std::size_t num_indices() const { return 0; }
+    /// Number of indices that `expand_indices` gives; none if this transfer's rows are not rows of
+    /// the pool.
+    [[nodiscard]] virtual std::optional<std::size_t> num_indices() const { return std::nullopt; }
     /// The rows of this transfer as places in the pool.
     virtual void expand_indices(std::vector<std::int32_t>& /*local*/,
                                 std::vector<std::int32_t>& /*remote*/) const {}
@@ -235,7 +236,8 @@ class Engine : LiveCounted<Engine> {
     /// Cancel the peer's transfers; the native connection goes when they are quiet.
     void disconnect(const std::shared_ptr<Peer>& peer);
 
-    /// Hand over a transfer. Returns at once; whatever goes wrong later is the transfer's end state.
+    /// Hand over a transfer. Returns at once; whatever goes wrong later is the transfer's end
+    /// state.
     [[nodiscard]] std::shared_ptr<Transfer> submit(Request request);
     /// End a transfer as cancelled if it has not ended; it becomes quiet later.
     void cancel(const std::shared_ptr<Transfer>& transfer);

@@ -198,7 +198,9 @@ std::unique_ptr<Registered> FakeDriver::register_memory(std::span<const Span> sp
         });
 }
 
-std::string FakeDriver::metadata() { return std::to_string(token_); }
+std::string FakeDriver::metadata() {
+    return std::to_string(token_);
+}
 
 std::unique_ptr<Connection> FakeDriver::connect(const std::string& name,
                                                 std::string_view metadata) {
@@ -224,8 +226,8 @@ bool FakeDriver::is_alive(Connection& connection) {
 }
 
 std::unique_ptr<Operation> FakeDriver::make(Connection& connection, Op op, const RowPairs& rows) {
-    return std::make_unique<FakeOperation>(
-        network_, static_cast<const FakeConnection&>(connection), op, rows);
+    return std::make_unique<FakeOperation>(network_, static_cast<const FakeConnection&>(connection),
+                                           op, rows);
 }
 
 std::unique_ptr<Prepared> FakeDriver::prepare(Connection& /*connection*/, const RowPairs& rows) {

@@ -73,8 +73,7 @@ MemoryMap::Cover MemoryMap::cover(std::span<const Row> rows, const std::string& 
     auto hit = spans_.end();
     const auto contains = [](const auto& entry, const Row& row) {
         const auto& [key, value] = entry;
-        return key.first == row.device && key.second <= row.address &&
-               row.length <= value.length &&
+        return key.first == row.device && key.second <= row.address && row.length <= value.length &&
                row.address - key.second <= value.length - row.length;
     };
     for (std::size_t i = 0; i < rows.size(); ++i) {

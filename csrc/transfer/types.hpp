@@ -13,6 +13,10 @@ namespace pynixlkv::transfer {
 using Clock = std::chrono::steady_clock;
 using TimePoint = Clock::time_point;
 
+[[nodiscard]] inline std::int64_t ns(Clock::duration d) {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(d).count();
+}
+
 /// Direction, seen from the side that posts.
 enum class Op : int { kRead = 0, kWrite = 1 };
 
@@ -30,7 +34,9 @@ enum class State : int {
     kCancelled = 6,
 };
 
-[[nodiscard]] constexpr bool is_end(State state) noexcept { return state >= State::kDone; }
+[[nodiscard]] constexpr bool is_end(State state) noexcept {
+    return state >= State::kDone;
+}
 
 /// An exact byte string that a peer sent.
 struct Notification {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import secrets
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,7 +35,7 @@ from pynixlkv.cli.rank import load_engine
 from pynixlkv.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 __all__ = ["DemoOptions", "DemoReport", "OperationReport", "run_demo"]
 
@@ -47,6 +48,9 @@ _FREE_SHARE = 0.15
 _MAX_FREE_SHARE = 0.8
 # Longest run of adjacent blocks in a table: pools of busy engines are scattered, not shuffled.
 _LONGEST_RUN = 8
+# Headings and rows (count, range of lengths, method, transport) of UCX's report on what it used.
+_UCX_TABLE = "remote memory"
+_UCX_ROW = re.compile(r"\| +(\d+) \| +\S+ \| (.*?) +\| (.*?) +\|$")
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,8 @@ class DemoOptions:
 class OperationReport:
     """What one operation moved; times are the longest of its ranks, in seconds."""
 
-    operation: str
+    operation: Operation
+    transport: str
     bytes: int
     blocks: int
     descriptors_unmerged: int
@@ -105,7 +110,7 @@ class DemoReport:
 
     Parameters
     ----------
-    model, engine, transport : str
+    model, engine : str
         Names.
     seed : int
         Repeats the run when given as an option.
@@ -129,7 +134,6 @@ class DemoReport:
 
     model: str
     engine: str
-    transport: str
     seed: int
     axes: dict[Side, str]
     sizes: dict[Side, int]
@@ -226,7 +230,7 @@ def _conduct(group: RankGroup, specs: Sequence[RankSpec], model: Model, blocks: 
     connects = {spec.name: Connect(hellos[spec.other_side]) for spec in specs}
     group.ask("connect and plan", connects, Connected)
 
-    operations, checks = [], []
+    all_moved, checks = [], []
     done: list[Operation] = []
     phases: list[tuple[Operation, list[str], list[str]]] = [
         ("read", decode, prefill),
@@ -236,7 +240,7 @@ def _conduct(group: RankGroup, specs: Sequence[RankSpec], model: Model, blocks: 
         group.send(dict.fromkeys(waiters, Await()))
         moved = group.ask(operation, dict.fromkeys(movers, Move()), Moved)
         group.gather(f"notifications of {operation}", dict.fromkeys(waiters, Notified))
-        operations.append(_summarise(operation, blocks, list(moved.values())))
+        all_moved.append((operation, moved))
 
         done.append(operation)
         comparisons = {
@@ -245,7 +249,7 @@ def _conduct(group: RankGroup, specs: Sequence[RankSpec], model: Model, blocks: 
         }
         checks.append(group.ask(f"compare after {operation}", comparisons, Checked))
     group.ask("close", dict.fromkeys(everyone, Finish()), Finished)
-    group.join()
+    outputs = group.join()
 
     found = [check for phase in checks for check in phase.values()]
     last = checks[-1]
@@ -253,7 +257,6 @@ def _conduct(group: RankGroup, specs: Sequence[RankSpec], model: Model, blocks: 
     return DemoReport(
         model=model.name,
         engine=spec.engine,
-        transport=", ".join(sorted({reply.transport for reply in ready.values()})),
         seed=spec.seed,
         axes={spec.side: spec.axes for spec in specs},
         sizes=spec.sizes,
@@ -261,7 +264,15 @@ def _conduct(group: RankGroup, specs: Sequence[RankSpec], model: Model, blocks: 
         blocks=blocks,
         pool_blocks=spec.num_blocks,
         cache_bytes={side: sum(ready[name].cache_bytes for name in names[side]) for side in _SIDES},
-        operations=operations,
+        operations=[
+            _summarise(
+                operation,
+                blocks,
+                list(moved.values()),
+                _used_transports(operation, [outputs[name] for name in moved]),
+            )
+            for operation, moved in all_moved
+        ],
         verified_bytes=sum(last[name].moved_bytes for name in decode),
         guard_bytes=sum(check.guard_bytes for check in last.values()),
         wrong_bytes=sum(check.wrong_bytes for check in found),
@@ -274,12 +285,28 @@ def _conduct(group: RankGroup, specs: Sequence[RankSpec], model: Model, blocks: 
     )
 
 
-def _summarise(operation: str, blocks: int, moved: Sequence[Moved]) -> OperationReport:
+def _used_transports(operation: Operation, outputs: Iterable[str]) -> str:
+    """Find in UCX's own words what moved the bytes of an operation."""
+    used = set()
+    for output in outputs:
+        is_ours = False
+        for line in output.splitlines():
+            if _UCX_TABLE in line:
+                is_ours = f"{_UCX_TABLE} {operation}" in line
+            elif is_ours and (row := _UCX_ROW.search(line)) and int(row[1]):
+                used.add(f"{row[3]} ({row[2]})")
+    return ", ".join(sorted(used)) or "not reported"
+
+
+def _summarise(
+    operation: Operation, blocks: int, moved: Sequence[Moved], transport: str
+) -> OperationReport:
     """Add up what the ranks of one operation moved; they ran at the same time."""
     num_bytes = sum(reply.num_bytes for reply in moved)
     elapsed_s = max(reply.elapsed_s for reply in moved)
     return OperationReport(
         operation=operation,
+        transport=transport,
         bytes=num_bytes,
         blocks=blocks,
         descriptors_unmerged=sum(reply.descriptors_unmerged for reply in moved),

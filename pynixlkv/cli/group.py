@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -31,22 +32,24 @@ _SHOWN_LINES = 15
 
 
 class _RankProcess:
-    """One rank process, the socket to it, and the file that takes its standard error."""
+    """One rank process, the socket to it, and the file that takes what it writes."""
 
     def __init__(self, spec: RankSpec, folder: Path) -> None:
         self.name = spec.name
-        self._errors = folder / f"{spec.name}.stderr"
+        self._output = folder / spec.name
         ours, theirs = socket.socketpair()
         self.connection = Connection(ours.detach())
         # A session of its own, so that an interrupt from the keyboard reaches the parent alone.
-        with theirs, self._errors.open("wb") as stderr:
+        with theirs, self._output.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pynixlkv.cli.rank", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=stderr,
-                stderr=stderr,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
+                # UCX says at its end which transports it used.
+                env={"UCX_PROTO_INFO": "used", **os.environ},
             )
         self.send(spec)
 
@@ -55,9 +58,13 @@ class _RankProcess:
         with contextlib.suppress(BrokenPipeError):
             self.connection.send_bytes(encode(message))
 
+    def output(self) -> str:
+        """Return what the process has written to its standard output and error."""
+        return self._output.read_text(errors="replace")
+
     def fail(self, reason: str) -> DemoError:
         """Make the error for a process that failed, with the end of what it wrote."""
-        lines = self._errors.read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
+        lines = self.output().splitlines()[-_SHOWN_LINES:]
         return DemoError("\n    ".join([f"{self.name} {reason}", *lines]))
 
 
@@ -210,8 +217,13 @@ class RankGroup:
             raise rank.fail(f"failed: {message.reason}\n{message.traceback}")
         return message
 
-    def join(self) -> None:
+    def join(self) -> dict[str, str]:
         """Wait for every rank to exit by itself.
+
+        Returns
+        -------
+        dict of str to str
+            What each has written to its standard output and error.
 
         Raises
         ------
@@ -225,3 +237,4 @@ class RankGroup:
                 raise rank.fail("did not exit after it was told to") from None
             if status:
                 raise rank.fail(f"exited with {status} at the end")
+        return {name: rank.output() for name, rank in self._ranks.items()}

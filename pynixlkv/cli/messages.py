@@ -116,7 +116,6 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
     hello: bytes
     cache_bytes: int
-    transport: str
 
 
 class Connected(msgspec.Struct, frozen=True, tag=True):

@@ -166,11 +166,7 @@ class Rank:
 
     def ready(self) -> Ready:
         """Describe this rank to the other side."""
-        return Ready(
-            hello=self._agent.hello(self._kv),
-            cache_bytes=self._cache.num_bytes,
-            transport=self._agent.transport,
-        )
+        return Ready(hello=self._agent.hello(self._kv), cache_bytes=self._cache.num_bytes)
 
     def _fill(self) -> None:
         """Fill the whole pool, so that no block is without a known content."""

@@ -52,7 +52,7 @@ def demo_table(report: DemoReport) -> Table:
         "post": lambda moved: _milliseconds(moved.post_s),
         "transfer": lambda moved: _milliseconds(moved.transfer_s),
         "GB/s": lambda moved: f"{moved.gb_per_s:.2f}",
-        "transport": lambda _: report.transport,
+        "transport": lambda moved: moved.transport,
     }
     for heading, write in rows.items():
         table.add_row(heading, *(write(operation) for operation in report.operations))

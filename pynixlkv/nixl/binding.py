@@ -8,6 +8,7 @@ given up while it runs stays on its agent until its bytes have stopped moving.
 from __future__ import annotations
 
 import enum
+import sys
 import time
 import warnings
 import weakref
@@ -330,9 +331,11 @@ class _Owner:
         self.close()
 
     def __del__(self) -> None:
-        # Without an agent the object was never finished.
+        # Without an agent the object was never finished; at exit there is nobody to warn.
         agent = getattr(self, "_agent", None)
-        if agent is not None and agent.in_this_process and not self.closed:
+        if agent is None or sys.is_finalizing():
+            return
+        if agent.in_this_process and not self.closed:
             warnings.warn(f"unreleased {self!r}", ResourceWarning, stacklevel=1, source=self)
 
 
@@ -611,7 +614,9 @@ class Agent:
 
     def __del__(self) -> None:
         native = getattr(self, "_native", None)
-        if native is not None and native.is_here and not native.is_closed:
+        if native is None or sys.is_finalizing():
+            return
+        if native.is_here and not native.is_closed:
             warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=1, source=self)
 
     def __repr__(self) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pynixlkv import _loader, _native
 from pynixlkv.engine import EngineAgent
-from pynixlkv.errors import ConfigError
+from pynixlkv.errors import ConfigError, NixlError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -75,13 +75,23 @@ class NixlAgent(EngineAgent):
         _check_params(params.items())
         self._backend = backend
         self._backend_params = params
-        super().__init__(
-            lambda incarnation: _native.nixl_engine(
-                name, incarnation, library, backend, params, True, _PROGRESS_DELAY_US
-            ),
-            engine_version=_loader.nixl_version(),
-            secret=secret,
-        )
+
+        def make_engine(incarnation: bytes) -> _native.Engine:
+            try:
+                return _native.nixl_engine(
+                    name, incarnation, library, backend, params, True, _PROGRESS_DELAY_US
+                )
+            except NixlError as error:
+                raise type(error)(
+                    f"{error}; {backend} was started with {params} and {_ucx_environment()}. See "
+                    "pynixlkv.native_report() for the plugins and transports that work here",
+                    library=error.library,
+                    status=error.status,
+                    call=error.call,
+                    detail=error.detail,
+                ) from error
+
+        super().__init__(make_engine, engine_version=_loader.nixl_version(), secret=secret)
 
     @staticmethod
     def default_backend_params(backend: str) -> dict[str, str]:
@@ -110,6 +120,12 @@ class NixlAgent(EngineAgent):
         config = self._backend_params.get("engine_config", "").split(",")
         choice = [item.removeprefix("TLS=") for item in config if item.startswith("TLS=")]
         return f"UCX, UCX_TLS={os.environ.get('UCX_TLS') or (choice or ['all'])[0]}"
+
+
+def _ucx_environment() -> str:
+    """Name the variables that UCX reads, which are the usual reason why no transport works."""
+    found = [f"{key}={value}" for key, value in sorted(os.environ.items()) if key[:4] == "UCX_"]
+    return " ".join(found) or "no UCX_ variable in the environment"
 
 
 def _check_params(params: Iterable[tuple[object, object]]) -> None:

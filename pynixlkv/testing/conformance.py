@@ -38,7 +38,7 @@ from pynixlkv.errors import (
     WireError,
 )
 from pynixlkv.plan import TransferPlan
-from pynixlkv.testing.remote import Pool
+from pynixlkv.testing.remote import Pool, random_bytes
 from pynixlkv.types import TransferState
 
 if TYPE_CHECKING:
@@ -174,15 +174,15 @@ class AgentConformance:
     ) -> None:
         agent = make_agent("large")
         size = 40 << 20
-        buffer = np.ones(size, dtype=np.uint8)
+        buffer = np.zeros(size, dtype=np.uint8)
         agent.register(buffer)
-        theirs = remote.register_more(size)
+        theirs = remote.register_more(size, 12)
         peer = agent.connect(remote.hello())
         address = int(buffer.__array_interface__["data"][0])
         result = agent.read_descriptors(
             peer, rows(address, (0, size)), rows(theirs, (0, size))
         ).wait(WAIT_S)
-        assert not buffer.any()
+        assert np.array_equal(buffer, random_bytes(size, 12))
         assert result.batches > 1
         assert result.bytes == size
 
@@ -331,14 +331,14 @@ class AgentConformance:
         registration.close()
 
     def test_b074_memory_that_the_peer_registers_later(self, local: _Local) -> None:
-        more = local.remote.register_more(4096)
+        more = local.remote.register_more(4096, 13)
         ours, theirs = rows(local.pool.address, (0, 4096)), rows(more, (0, 4096))
         local.pool.fill(6)
         with pytest.raises(NotRegisteredError, match=f"{more:x}"):
             local.agent.read_descriptors(local.peer, ours, theirs)
         assert local.connect().generation == local.peer.generation
         local.agent.read_descriptors(local.peer, ours, theirs).wait(WAIT_S)
-        assert not local.pool.bytes[:4096].any()
+        assert np.array_equal(local.pool.bytes[:4096], random_bytes(4096, 13))
 
     def test_hello_of_unregistered_memory(self, local: _Local) -> None:
         with pytest.raises(NotRegisteredError):

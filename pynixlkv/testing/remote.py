@@ -27,9 +27,14 @@ if TYPE_CHECKING:
     from pynixlkv.engine import EngineAgent
     from pynixlkv.testing import FakeNetwork
 
-__all__ = ["LocalRemote", "Pool", "ProcessRemote", "Remote"]
+__all__ = ["LocalRemote", "Pool", "ProcessRemote", "Remote", "random_bytes"]
 
 _DEADLINE_S = 60.0
+
+
+def random_bytes(nbytes: int, seed: int) -> npt.NDArray[np.uint8]:
+    """Return bytes that depend on the seed alone."""
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
 class Pool:
@@ -64,8 +69,7 @@ class Pool:
 
     def fill(self, seed: int) -> None:
         """Fill it with bytes that depend on the seed."""
-        rng = np.random.default_rng(seed)
-        self.bytes[:] = rng.integers(0, 256, self.bytes.size, dtype=np.uint8)
+        self.bytes[:] = random_bytes(self.bytes.size, seed)
 
     def block(self, block_id: int) -> npt.NDArray[np.uint16]:
         """One block with its axes in the order ``K H N D``, a view."""
@@ -107,8 +111,8 @@ class Remote(Protocol):
         """Take sender and message of what has arrived."""
         ...
 
-    def register_more(self, nbytes: int) -> int:
-        """Register another buffer of zeros and return its address."""
+    def register_more(self, nbytes: int, seed: int) -> int:
+        """Register another buffer, of `random_bytes`, and return its address."""
         ...
 
     def pause(self) -> None:
@@ -156,10 +160,23 @@ class _Side:
     def notifications(self, timeout: float) -> list[tuple[str, bytes]]:
         return [(n.peer, n.message) for n in self.agent.notifications(timeout)]
 
-    def register_more(self, nbytes: int) -> int:
-        array = np.zeros(nbytes, dtype=np.uint8)
+    def register_more(self, nbytes: int, seed: int) -> int:
+        array = random_bytes(nbytes, seed)
         self.more.append(self.agent.register(array))
         return int(array.__array_interface__["data"][0])
+
+    def start_pulling(self, hello: bytes, address: int, nbytes: int) -> None:
+        """Begin to read memory of another agent, and answer while that goes on."""
+        array = np.zeros(nbytes, dtype=np.uint8)
+        self.more.append(self.agent.register(array))
+        here = int(array.__array_interface__["data"][0])
+        step = nbytes // 64
+        starts = np.arange(64, dtype=np.uint64) * np.uint64(step)
+        rows = np.zeros((2, 64, 3), dtype=np.uint64)
+        rows[:, :, 0] = starts + np.array([[here], [address]], dtype=np.uint64)
+        rows[:, :, 1] = step
+        peer = self.agent.connect(hello)
+        self.more += [self.agent.read_descriptors(peer, rows[0], rows[1]) for _ in range(20)]
 
     def close(self) -> None:
         self.peers.clear()

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -21,8 +22,12 @@ namespace {
 
 constexpr std::size_t kBlock = 64;
 
-std::uint64_t address(const void* p) { return reinterpret_cast<std::uint64_t>(p); }
-TimePoint in(Clock::duration d) { return Clock::now() + d; }
+std::uint64_t address(const void* p) {
+    return reinterpret_cast<std::uint64_t>(p);
+}
+TimePoint in(Clock::duration d) {
+    return Clock::now() + d;
+}
 
 /// Two agents with a pool of blocks each on one fake network.
 struct Pair {
@@ -44,8 +49,7 @@ struct Pair {
         static int count = 0;
         options.incarnation = std::to_string(::getpid()) + "-" + std::to_string(++count);
         return std::make_unique<Engine>(
-            name,
-            [name, network = network] { return std::make_unique<FakeDriver>(name, network); },
+            name, [name, network = network] { return std::make_unique<FakeDriver>(name, network); },
             options);
     }
     std::shared_ptr<Peer> connect(const std::string& incarnation) {
@@ -100,7 +104,7 @@ class BlockSource final : public Source {
             remote.push_back(pair_.row_b(block));
         }
     }
-    std::size_t num_indices() const override { return blocks_.size(); }
+    std::optional<std::size_t> num_indices() const override { return blocks_.size(); }
     void expand_indices(std::vector<std::int32_t>& local,
                         std::vector<std::int32_t>& remote) const override {
         for (const std::size_t block : blocks_) {
@@ -255,7 +259,8 @@ TEST_CASE("a killed peer ends all its transfers, and comes back as a new generat
     CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kDone));
 }
 
-TEST_CASE("connecting again to the same incarnation gives the same peer; to a live double, an error") {
+TEST_CASE(
+    "connecting again to the same incarnation gives the same peer; to a live double, an error") {
     Pair p;
     CHECK(p.connect("incarnation-1") == p.peer);
     CHECK_EQ(kind_of([&] { (void)p.connect("other"); }), "DuplicatePeerError");
@@ -385,4 +390,6 @@ TEST_CASE("nothing is left alive") {
     CHECK_EQ(alive(), 0);
 }
 
-int main() { return check::run(); }
+int main() {
+    return check::run();
+}

@@ -3,6 +3,8 @@
 import gc
 import os
 import re
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -210,7 +212,7 @@ def test_b089_a_forked_child_is_refused_and_the_parent_goes_on(one):
         ):
             try:
                 use()
-            except Exception as error:  # noqa: PERF203
+            except Exception as error:
                 answers.append(type(error).__name__)
             else:
                 answers.append("nothing")
@@ -467,3 +469,22 @@ def test_every_status_has_a_kind_that_errors_knows():
         assert (error.status, error.call, error.detail) == (code, "call", "detail")
     assert table["BACKEND"] == (-2, "backend")
     assert table["NOT_FOUND"] == (-6, "not_found")
+
+
+def test_what_is_open_at_exit_is_silent():
+    code = (
+        "from pynixlkv.nixl import Agent\n"
+        "agent = Agent('a')\n"
+        "agent.create_backend('UCX')\n"
+        "registration = agent.register_buffers(bytearray(64))\n"
+        "request = agent.create_xfer_req('READ', registration.descriptors,"
+        " registration.descriptors, 'a')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

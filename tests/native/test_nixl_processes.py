@@ -1,7 +1,10 @@
 """The thin binding between two processes: bytes both ways, lost peers, peers that stand still."""
 
-import signal
+import ctypes
+import gc
+import os
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -112,7 +115,7 @@ def test_a_request_to_a_stopped_peer_is_parked_until_it_is_quiet(connect):
     ours = area.rows(range(NUM_BLOCKS), BLOCK)
     with agent.create_xfer_req("READ", ours[:1], rows[:1], "target") as warm:
         run(agent, warm)
-    peer.signal(signal.SIGSTOP)
+    peer.stop()
     request = agent.create_xfer_req("READ", ours, rows, "target")
     assert agent.post_xfer_req(request) is RequestState.PENDING
     started = time.monotonic()
@@ -122,7 +125,7 @@ def test_a_request_to_a_stopped_peer_is_parked_until_it_is_quiet(connect):
     assert "1 requests parked" in repr(agent)
     with pytest.raises(RegistrationInUseError):
         registration.close()
-    peer.signal(signal.SIGCONT)
+    peer.resume()
     # Closing waits for the bytes; then they are all there.
     assert agent.close(timeout=30)
     assert registration.closed
@@ -134,8 +137,6 @@ def test_a_request_to_a_stopped_peer_is_parked_until_it_is_quiet(connect):
 
 def abandon(channel, params):
     """Initiator: close an agent whose request cannot end."""
-    import warnings
-
     area = Area(BLOCK * NUM_BLOCKS, 1)
     agent = Agent("initiator")
     agent.create_backend("UCX", params)
@@ -149,9 +150,18 @@ def abandon(channel, params):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         is_quiet = agent.close(timeout=0.1)
-    # The memory stays, whoever forgets it.
+    # The memory stays, whoever forgets it, and the bytes still arrive in it.
+    address = area.inside.ctypes.data
     del registration, agent, area
-    return state.name, is_quiet, [str(w.message) for w in caught]
+    gc.collect()
+    channel.send((state.name, is_quiet, [str(w.message) for w in caught]))
+    expected = channel.receive()
+    memory = (ctypes.c_char * len(expected)).from_address(address)
+    deadline = time.monotonic() + 20
+    while memory.raw != expected:
+        assert time.monotonic() < deadline
+        os.sched_yield()
+    return "arrived"
 
 
 def test_closing_on_a_stopped_peer_abandons_the_agent_and_kills_nobody(start_peer):
@@ -160,12 +170,14 @@ def test_closing_on_a_stopped_peer_abandons_the_agent_and_kills_nobody(start_pee
     initiator.send(target.receive())
     target.send(initiator.receive())
     assert target.receive() == "connected"
-    target.signal(signal.SIGSTOP)
+    target.stop()
     initiator.send("go")
-    state, is_quiet, caught = initiator.finish()
-    target.signal(signal.SIGCONT)
+    state, is_quiet, caught = initiator.receive()
     assert (state, is_quiet) == ("PENDING", False)
     assert "closed with 1 requests running" in caught[0]
+    target.resume()
+    initiator.send(Area(BLOCK * NUM_BLOCKS, 2).inside.tobytes())
+    assert initiator.finish() == "arrived"
     target.send([])
     notes_are_right, whole = target.receive()
     assert notes_are_right

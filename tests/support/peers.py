@@ -66,8 +66,13 @@ class Peer(Channel):
         assert self.process.wait(timeout) == 0
         return value
 
-    def signal(self, number):
-        self.process.send_signal(number)
+    def stop(self):
+        """Stop it, and wait until all of its threads stand still."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def resume(self):
+        self.process.send_signal(signal.SIGCONT)
 
     def kill(self):
         """Kill it and wait until it is gone."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -179,7 +180,7 @@ def expected_bytes(
     remote_start: int = 0,
     positions: range | None = None,
     heads: range | None = None,
-    layers: range | None = None,
+    layers: Sequence[int] | None = None,
 ) -> tuple[list[np.ndarray], int]:
     """Return what the local buffers must be after the read, and how many elements move.
 

@@ -101,8 +101,8 @@ def test_b008_heads_and_tokens_of_equal_number_are_not_mixed_up() -> None:
 def test_b009_packed_content_gives_both_k_and_v_of_the_heads() -> None:
     """K and V side by side in the last dimension: rank 1 of 2 gets both, of the heads from H/2."""
     num_heads, dim = 4, 3
-    producer = np.arange(4 * 8 * num_heads * 2 * dim, dtype=np.int32)
-    producer = producer.reshape(4, 8, num_heads, 2 * dim)
+    numbers = np.arange(4 * 8 * num_heads * 2 * dim, dtype=np.int32)
+    producer = numbers.reshape(4, 8, num_heads, 2 * dim)
     consumer = np.full((4, 8, num_heads // 2, 2 * dim), -1, np.int32)
     plan = TransferPlan(
         cache(consumer, "BNHC", num_heads, (1, 2)).geometry,
@@ -153,7 +153,10 @@ def test_b015_every_layer_and_block_has_a_descriptor_of_its_own() -> None:
     state = np.zeros((num_blocks, 48), np.float16)
     joined = KVCache.combine(
         KVCache.from_tensors(
-            dict(enumerate(attention)), axes="BHNC", kv_heads=2, group="attention"
+            {f"layer.{i}": array for i, array in enumerate(attention)},
+            axes="BHNC",
+            kv_heads=2,
+            group="attention",
         ),
         cache(state, "BD", None, layers=[2], group="state"),
     )

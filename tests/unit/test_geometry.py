@@ -202,12 +202,12 @@ def test_one_span_per_storage_and_touching_ones_joined() -> None:
     made = KVCache.from_tensors(tensors, axes="KBHND", kv_heads=4)
     assert [(s.address, s.nbytes) for s in made.spans] == [(address(views), storage.nbytes)]
     # Arrays that are different objects over one buffer, side by side.
-    halves = [np.frombuffer(memoryview(storage)[i : i + 5120], np.int8) for i in (0, 5120)]
+    halves = [np.frombuffer(memoryview(storage.data)[i : i + 5120], np.int8) for i in (0, 5120)]
     tensors = {str(i): half.reshape(2, 5, 4, 8, 16)[:, :, :, :, :] for i, half in enumerate(halves)}
     made = KVCache.from_tensors(tensors, axes="KBHND", kv_heads=4)
     assert [(s.address, s.nbytes) for s in made.spans] == [(address(storage), 10240)]
     # With a gap between them.
-    halves[1] = np.frombuffer(memoryview(storage)[5121:10241], np.int8)
+    halves[1] = np.frombuffer(memoryview(storage.data)[5121:10241], np.int8)
     tensors = {str(i): half.reshape(2, 5, 4, 8, 16) for i, half in enumerate(halves)}
     made = KVCache.from_tensors(tensors, axes="KBHND", kv_heads=4)
     assert [s.nbytes for s in made.spans] == [5120, 5120]
@@ -403,7 +403,7 @@ def test_geometry_survives_its_bytes() -> None:
     back = Geometry.from_bytes(data)
     assert back == made.geometry
     assert hash(back) == hash(made.geometry)
-    assert Geometry.from_bytes(bytearray(data)) == back
+    assert Geometry.from_bytes(bytearray(data)) == back  # type: ignore[arg-type]
     assert back.words(["latent", "full"]).tolist() != back.words(["full", "latent"]).tolist()
     assert [g.name for g in back.select(["latent"])] == ["latent"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -314,7 +315,7 @@ def test_tables_of_any_integers(kind) -> None:
     local, remote = Made("KBHND"), Made("KBHND")
     plan = TransferPlan(local.geometry, remote.geometry)
     if isinstance(kind, torch.dtype):
-        table = torch.tensor([1, 2], dtype=kind)
+        table: Any = torch.tensor([1, 2], dtype=kind)
     else:
         table = np.array([[1, 9], [2, 9]], kind)[:, 0]
     expected = plan.descriptors([1, 2], (1, 2))

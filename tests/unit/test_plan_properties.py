@@ -312,7 +312,7 @@ def test_writing_moves_the_same_the_other_way(data) -> None:
     rows = plan.descriptors(
         table.local_blocks, table.remote_blocks, **table.arguments, operation=Operation.WRITE
     )
-    check_rows(local, remote, *rows, max_bytes)
+    check_rows(local, remote, rows[0], rows[1], max_bytes)
     apply(*rows, write=True)
     assert_same(remote.buffers, expected)
     assert_same(local.buffers, before)
@@ -388,7 +388,7 @@ def test_coverage_says_what_can_be_moved(data) -> None:
     rows = plan.descriptors(
         *kept, local_start=starts[0], remote_start=starts[1], num_tokens=coverage.tokens.stop
     )
-    check_rows(local, remote, *rows, max_bytes)
+    check_rows(local, remote, rows[0], rows[1], max_bytes)
     apply(*rows)
     assert_same(local.buffers, expected)
 
@@ -458,15 +458,11 @@ def test_groups_have_tables_of_their_own(data) -> None:
     for name, (_, local, remote) in kinds.items():
         if name == "state":
             count = data.draw(st.integers(0, 5))
-            table = Tables(
-                *(
-                    data.draw(st.permutations(range(side.shape.num_blocks)))[:count]
-                    for side in (local, remote)
-                ),
-                0,
-                0,
-                None,
+            ours, theirs = (
+                data.draw(st.permutations(range(side.shape.num_blocks)))[:count]
+                for side in (local, remote)
             )
+            table = Tables(ours, theirs, 0, 0, None)
         else:
             table = data.draw(tables(local.shape, remote.shape))
         remote.fill(table.remote_blocks, table.remote_start)
@@ -484,7 +480,12 @@ def test_groups_have_tables_of_their_own(data) -> None:
         arguments["remote_start"][name] = table.remote_start
         if table.num_tokens is not None:
             num_tokens[name] = table.num_tokens
-    rows = plan.descriptors(*blocks, num_tokens=num_tokens, **arguments)
+    rows = plan.descriptors(
+        *blocks,
+        num_tokens=num_tokens,
+        local_start=arguments["local_start"],
+        remote_start=arguments["remote_start"],
+    )
     starts = rows[0][:, 0].tolist()
     assert starts == sorted(starts)
     apply(*rows)

@@ -1,0 +1,139 @@
+"""`NixlAgent` beyond what the conformance suite asks of every engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from pynixlkv import KVCache, TransferPlan
+from pynixlkv.errors import ConfigError, HandshakeError, NixlError, ProtocolVersionError
+from pynixlkv.nixl import NixlAgent
+from pynixlkv.testing import FakeAgent, FakeNetwork
+from pynixlkv.testing.conformance import rows
+
+BLOCKS = 512
+
+
+@pytest.fixture
+def pair():
+    """Two agents of this process with a cache of many small blocks each."""
+    shape = (2, BLOCKS, 4, 16, 8)
+    rng = np.random.default_rng(3)
+    sides = []
+    with NixlAgent("a") as a, NixlAgent("b") as b:
+        for agent in (a, b):
+            tensors = {
+                f"layer.{i}": rng.integers(0, 1 << 16, shape, dtype=np.uint16) for i in range(8)
+            }
+            cache = KVCache.from_tensors(tensors, axes="KBHND", kv_heads=4)
+            agent.register(cache)
+            sides.append((agent, tensors, cache))
+        yield sides
+
+
+def test_scattered_blocks_come_to_be_chosen_from_prepared_rows(pair):
+    (a, ours, cache), (b, theirs, other) = pair
+    peer = a.connect(b.hello(other))
+    plan = TransferPlan(cache.geometry, peer.geometry)
+    rng = np.random.default_rng(4)
+    seen = []
+    for _ in range(30):
+        here, there = rng.permutation(BLOCKS)[:200], rng.permutation(BLOCKS)[:200]
+        before = {name: array.copy() for name, array in ours.items()}
+        result = a.read(peer, plan, here, there).wait(10.0)
+        seen.append(result.prepared)
+        assert result.bytes == 8 * 2 * 200 * 4 * 16 * 8 * 2
+        for name, array in ours.items():
+            before[name][:, here] = theirs[name][:, there]
+            assert np.array_equal(array, before[name])
+    assert not seen[0]
+    assert seen[-1]
+    assert seen == sorted(seen)
+    # Contiguous blocks merge to a few rows, which no list of unmerged ones can beat; neither can
+    # part of a block be chosen from them.
+    assert not a.read(peer, plan, range(300), range(100, 400)).wait(10.0).prepared
+    assert not a.read(peer, plan, here, there, num_tokens=199 * 16 + 3).wait(10.0).prepared
+
+
+def test_prepared_rows_do_not_keep_memory_registered(pair):
+    (a, _, cache), (b, _, other) = pair
+    peer = a.connect(b.hello(other))
+    plan = TransferPlan(cache.geometry, peer.geometry)
+    rng = np.random.default_rng(5)
+    while (
+        not a.read(peer, plan, rng.permutation(BLOCKS), rng.permutation(BLOCKS)).wait(10.0).prepared
+    ):
+        pass
+    (registration,) = a.registrations
+    registration.close()
+    with a.register(cache):
+        assert not a.read(peer, plan, [5, 1], [9, 2]).wait(10.0).prepared
+
+
+def test_another_engine_or_release_is_refused(pair, monkeypatch):
+    (a, _, _), (b, _, _) = pair
+    with FakeAgent("fake", FakeNetwork()) as fake:
+        hello = fake.hello()
+    with pytest.raises(HandshakeError, match=r"'fake' engine.*'nixl'"):
+        a.connect(hello)
+    monkeypatch.setattr(b, "_engine_version", "0.9.0")
+    with pytest.raises(ProtocolVersionError, match=r"nixl 0\.9\.0") as caught:
+        a.connect(b.hello())
+    assert caught.value.remote_version == "0.9.0"
+
+
+def test_a_backend_or_parameter_that_does_not_exist():
+    with pytest.raises(NixlError, match="NOSUCH"):
+        NixlAgent("x", backend="NOSUCH")
+    with pytest.raises(NixlError):
+        NixlAgent("x", backend_params={"ucx_error_handling_mode": "sideways"})
+    with pytest.raises(ConfigError, match="num_threads"):
+        NixlAgent("x", backend_params={"num_threads": 1})
+    with pytest.raises(ConfigError, match="name"):
+        NixlAgent("")
+
+
+def test_b091_the_registration_cache_is_bounded_unless_the_user_says_otherwise():
+    with NixlAgent("a") as agent:
+        assert "RCACHE_MAX_UNRELEASED=1024" in agent.backend_params["engine_config"]
+    with NixlAgent("a", backend_params={"engine_config": ""}) as agent:
+        assert agent.backend_params["engine_config"] == ""
+
+
+def test_b092_no_usable_transport_names_ucx_tls(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "self")
+    with pytest.raises(NixlError, match="UCX_TLS"):
+        NixlAgent("x")
+
+
+def test_leaving_without_close_ends_the_process_cleanly():
+    code = """
+import numpy as np
+from pynixlkv.nixl import NixlAgent
+a, b = NixlAgent("a"), NixlAgent("b")
+x = np.zeros(1 << 20, np.uint8); y = np.ones(1 << 20, np.uint8)
+a.register(x); b.register(y)
+peer = a.connect(b.hello())
+rows = lambda v: np.array([(v.__array_interface__["data"][0], v.nbytes, 0)], np.uint64)
+a.read_descriptors(peer, rows(x), rows(y)).wait(10)
+assert x.all()
+print("moved")
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "moved\n"
+
+
+def test_memory_beside_the_registered_one_is_out_of_reach(pair):
+    (a, _, _), (b, _, other) = pair
+    peer = a.connect(b.hello(other))
+    span = other.spans[0]
+    ours = a.registrations[0].spans[0].address
+    for offset, length in [(-1, 2), (span.nbytes - 1, 2), (span.nbytes, 1)]:
+        with pytest.raises(ConfigError, match="peer 'b'"):
+            a.read_descriptors(peer, rows(ours, (0, length)), rows(span.address, (offset, length)))
