@@ -83,7 +83,7 @@ format: $(VENV)/.lint-deps  ## rewrite Python and C++ files in the project's for
 .PHONY: tidy
 tidy: $(VENV)/.lint-deps  ## clang-tidy on the C++ sources
 	$(IN_VENV) cmake --preset tidy
-	$(IN_VENV) cmake --build --preset tidy
+	$(IN_VENV) cmake --build --preset tidy -- -k 0
 
 .PHONY: asan
 asan:  ## C++, unit and native tests under address and undefined behaviour sanitizers
