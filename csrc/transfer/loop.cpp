@@ -225,6 +225,9 @@ void Loop::cut_rows(Active& a) const {
 void Loop::make_rows(Active& a) {
     const TimePoint begin = Clock::now();
     if (a.source) {
+        // Rows of an earlier transfer: their pages are there, new ones would have to be made first.
+        a.local.swap(spare_local_);
+        a.remote.swap(spare_remote_);
         a.source->expand(a.local, a.remote);
     }
     for (const Row& row : a.local) {
@@ -438,6 +441,10 @@ void Loop::settle() {
                 t.quiet_.store(true, std::memory_order_release);
             }
             t.changed_.notify_all();
+        }
+        if (a.local.capacity() > spare_local_.capacity()) {
+            a.local.swap(spare_local_);
+            a.remote.swap(spare_remote_);
         }
         return true;
     });

@@ -159,6 +159,8 @@ class Loop {
 
     Costs costs_;
     std::size_t num_operations_ = 0;
+    std::vector<Row> spare_local_;
+    std::vector<Row> spare_remote_;
     std::vector<Notification> arrivals_;
     TimePoint last_activity_ = Clock::now();
     TimePoint last_ring_{};
