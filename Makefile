@@ -95,7 +95,7 @@ asan:  ## C++, unit and native tests under address and undefined behaviour sanit
 asan-tests: build $(VENV)/.test-deps
 	$(IN_VENV) ctest --preset asan
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-		PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
+		PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=8 \
 		$(PY) -m pytest $(wildcard tests/unit tests/native)
 
 .PHONY: tsan
