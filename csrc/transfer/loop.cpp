@@ -46,26 +46,23 @@ std::string seconds_text(Clock::duration d) {
     return text;
 }
 
-/// Get the thread out of its sleep. The caller holds the mutex and has changed what it guards.
-void Loop::wake_locked() {
-    if (asleep_) {
-        asleep_ = false;
+/// Get the thread out of its sleep, after what it shall see has changed. Without holding the mutex,
+/// which is the first thing that the thread wants.
+void Loop::wake() {
+    if (asleep_.exchange(false)) {
         woken_.set();
     }
 }
 
-void Loop::wake() {
-    const std::lock_guard lock(mutex_);
-    wake_locked();
-}
-
 void Loop::post(std::function<void()> command) {
-    const std::lock_guard lock(mutex_);
-    if (closing_) {
-        throw Error("ClosedError", "agent '" + name_ + "' is closed");
+    {
+        const std::lock_guard lock(mutex_);
+        if (closing_) {
+            throw Error("ClosedError", "agent '" + name_ + "' is closed");
+        }
+        commands_.push_back(std::move(command));
     }
-    commands_.push_back(std::move(command));
-    wake_locked();
+    wake();
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -555,15 +552,12 @@ void Loop::sleep(Clock::duration longest) {
         if (!commands_.empty() || !queued_.empty() || (closing_ && active_.empty()) || stop_) {
             return;
         }
-        asleep_ = true;
+        asleep_.store(true);
     }
     std::array<pollfd, 2> fds{pollfd{woken_.fd(), POLLIN, 0}, pollfd{doorbell_.fd(), POLLIN, 0}};
     const timespec timeout{0, static_cast<long>(std::min(ns(longest), std::int64_t{999'999'999}))};
     const bool woken = ::ppoll(fds.data(), fds.size(), &timeout, nullptr) > 0;
-    {
-        const std::lock_guard lock(mutex_);
-        asleep_ = false;
-    }
+    asleep_.store(false);
     if (!woken) {
         return;
     }
