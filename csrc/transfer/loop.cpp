@@ -82,11 +82,12 @@ bool Loop::run(const DriverFactory& factory, std::promise<void>& started) {
     for (;;) {
         bool busy = run_commands();
         busy |= admit();
+        busy |= receive();
         for (Active& a : active_) {
             busy |= advance(a);
+            busy |= receive();  // a post may have taken milliseconds
         }
         settle();
-        busy |= receive();
         bool closing = false;
         {
             const std::lock_guard lock(mutex_);
@@ -105,7 +106,7 @@ bool Loop::run(const DriverFactory& factory, std::promise<void>& started) {
         }
         pause(busy);
     }
-    const bool clean = active_.empty() && refuse_the_rest();
+    const bool clean = refuse_the_rest() && active_.empty();
     if (clean) {
         teardown();
     } else {
