@@ -83,7 +83,7 @@ format: $(VENV)/.lint-deps  ## rewrite Python and C++ files in the project's for
 .PHONY: tidy
 tidy: $(VENV)/.lint-deps  ## clang-tidy on the C++ sources
 	$(IN_VENV) cmake --preset tidy
-	$(IN_VENV) cmake --build --preset tidy
+	$(IN_VENV) cmake --build --preset tidy -- -k 0
 
 .PHONY: asan
 asan:  ## C++, unit and native tests under address and undefined behaviour sanitizers
@@ -95,7 +95,7 @@ asan:  ## C++, unit and native tests under address and undefined behaviour sanit
 asan-tests: build $(VENV)/.test-deps
 	$(IN_VENV) ctest --preset asan
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-		PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
+		PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=8 \
 		$(PY) -m pytest $(wildcard tests/unit tests/native)
 
 .PHONY: tsan

@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import contextlib
 import os
+import sys
 import threading
 import warnings
 import weakref
@@ -590,6 +591,8 @@ class EngineAgent:
 
     def __del__(self) -> None:
         if getattr(self, "_native", None) is None or os.getpid() != self._pid:
+            return
+        if sys.is_finalizing():  # all engines were stopped at exit
             return
         if not self._closed:
             warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=2)

@@ -18,6 +18,11 @@ def live_counts():
     return {} if native is None else {k: n for k, n in native.live_counts().items() if n}
 
 
+def leaked_since(before):
+    """Kinds of owners that there are more of than before, and how many."""
+    return {name: n for name, n in live_counts().items() if n > before.get(name, 0)}
+
+
 @pytest.fixture(autouse=True)
 def no_native_leaks(request):
     """Every native owner that a test makes is gone after it."""
@@ -26,9 +31,9 @@ def no_native_leaks(request):
     yield
     if request.session.testsfailed == failed_before:
         request.node.funcargs.clear()  # pytest holds the values of fixtures until later
-        gc.collect()
-        leaked = {name: n for name, n in live_counts().items() if n > before.get(name, 0)}
-        assert not leaked
+        if leaked_since(before):
+            gc.collect()  # cycles go later; collecting after every test would take most of the time
+        assert not leaked_since(before)
 
 
 @pytest.fixture

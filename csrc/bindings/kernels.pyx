@@ -152,7 +152,10 @@ cdef class Program:
         return local, remote
 
     def check(
-        self, const int64_t[::1] ids not None, const int64_t[::1] headers not None, bint writes_remote
+        self,
+        const int64_t[::1] ids not None,
+        const int64_t[::1] headers not None,
+        bint writes_remote,
     ):
         """Raise PlanError if the tables do not fit or a block would be written twice."""
         cdef vector[Table] tables

@@ -1,5 +1,6 @@
 #include "nixl/driver.hpp"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -78,8 +79,11 @@ class NixlOperation final : public transfer::Operation {
 
 NixlDriver::NixlDriver(std::shared_ptr<const Library> library, std::string name,
                        const DriverOptions& options)
-    : agent_(Agent::create(std::move(library), std::move(name), options.agent)) {
-    call_options_.backends = {agent_->create_backend(options.backend, options.backend_params)};
+    : agent_(Agent::create(std::move(library), std::move(name), options.agent)),
+      backend_(options.backend) {
+    const auto backend = agent_->create_backend(options.backend, options.backend_params);
+    call_options_.backends = {backend};
+    memory_types_ = agent_->backend_info(*backend).memory;
 }
 
 NixlDriver::~NixlDriver() {
@@ -99,6 +103,13 @@ std::unique_ptr<transfer::Registered> NixlDriver::register_memory(
     }
     auto registered = std::make_unique<NixlRegistered>();
     for (const auto& [memory, rows] : by_memory) {
+        // NIXL takes the word of the caller that it may hand the memory to the backend.
+        const auto type = static_cast<MemoryType>(memory);
+        if (std::find(memory_types_.begin(), memory_types_.end(), type) == memory_types_.end()) {
+            throw Error("RegistrationError",
+                        text("NIXL's ", backend_, " backend does not move ", memory_name(type),
+                             " memory (", rows[0].str(), "); choose another backend"));
+        }
         registered->registrations.push_back(agent_->register_memory(
             static_cast<MemoryType>(memory), rows, {}, nullptr, call_options_));
     }

@@ -49,6 +49,8 @@ class NixlDriver final : public transfer::Driver {
 
     const std::shared_ptr<Agent> agent_;
     CallOptions call_options_;
+    const std::string backend_;
+    std::vector<MemoryType> memory_types_;
     /// What is_alive() received while it made progress.
     std::vector<transfer::Notification> early_;
 };

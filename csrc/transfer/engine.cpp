@@ -86,8 +86,8 @@ Engine::~Engine() {
     {
         const std::lock_guard lock(loop_->mutex_);
         loop_->closing_ = true;
-        loop_->wake_locked();
     }
+    loop_->wake();
 }
 
 void Engine::check_usable() const {
@@ -256,8 +256,8 @@ std::shared_ptr<Transfer> Engine::submit(Request request) {
         }
         loop_->queued_.push_back(std::move(active));
         loop_->num_running_.fetch_add(1);
-        loop_->wake_locked();
     }
+    loop_->wake();
     return transfer;
 }
 
@@ -324,8 +324,8 @@ bool Engine::close(TimePoint until) {
     {
         const std::lock_guard lock(loop_->mutex_);
         loop_->closing_ = true;
-        loop_->wake_locked();
     }
+    loop_->wake();
     std::unique_lock lock(loop_->closed_mutex_);
     loop_->closed_changed_.wait_until(lock, until, [this] { return loop_->exited_; });
     return loop_->closed_.load();
@@ -341,8 +341,8 @@ void Engine::stop(TimePoint until) {
         const std::lock_guard lock(loop_->mutex_);
         loop_->closing_ = true;
         loop_->stop_ = true;
-        loop_->wake_locked();
     }
+    loop_->wake();
     std::unique_lock lock(loop_->closed_mutex_);
     loop_->closed_changed_.wait_until(lock, until, [this] { return loop_->exited_; });
 }

@@ -159,6 +159,7 @@ class Source {
     Source& operator=(const Source&) = delete;
     virtual ~Source() = default;
 
+    /// The rows, paired. Replaces the contents of the vectors.
     virtual void expand(std::vector<Row>& local, std::vector<Row>& remote) const = 0;
 
     /// What all transfers that can share prepared rows have in common; null if there is none.

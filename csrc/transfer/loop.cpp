@@ -46,26 +46,23 @@ std::string seconds_text(Clock::duration d) {
     return text;
 }
 
-/// Get the thread out of its sleep. The caller holds the mutex and has changed what it guards.
-void Loop::wake_locked() {
-    if (asleep_) {
-        asleep_ = false;
+/// Get the thread out of its sleep, after what it shall see has changed. Without holding the mutex,
+/// which is the first thing that the thread wants.
+void Loop::wake() {
+    if (asleep_.exchange(false)) {
         woken_.set();
     }
 }
 
-void Loop::wake() {
-    const std::lock_guard lock(mutex_);
-    wake_locked();
-}
-
 void Loop::post(std::function<void()> command) {
-    const std::lock_guard lock(mutex_);
-    if (closing_) {
-        throw Error("ClosedError", "agent '" + name_ + "' is closed");
+    {
+        const std::lock_guard lock(mutex_);
+        if (closing_) {
+            throw Error("ClosedError", "agent '" + name_ + "' is closed");
+        }
+        commands_.push_back(std::move(command));
     }
-    commands_.push_back(std::move(command));
-    wake_locked();
+    wake();
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -85,11 +82,12 @@ bool Loop::run(const DriverFactory& factory, std::promise<void>& started) {
     for (;;) {
         bool busy = run_commands();
         busy |= admit();
+        busy |= receive();
         for (Active& a : active_) {
             busy |= advance(a);
+            busy |= receive();  // a post may have taken milliseconds
         }
         settle();
-        busy |= receive();
         bool closing = false;
         {
             const std::lock_guard lock(mutex_);
@@ -108,7 +106,7 @@ bool Loop::run(const DriverFactory& factory, std::promise<void>& started) {
         }
         pause(busy);
     }
-    const bool clean = active_.empty() && refuse_the_rest();
+    const bool clean = refuse_the_rest() && active_.empty();
     if (clean) {
         teardown();
     } else {
@@ -225,6 +223,9 @@ void Loop::cut_rows(Active& a) const {
 void Loop::make_rows(Active& a) {
     const TimePoint begin = Clock::now();
     if (a.source) {
+        // Rows of an earlier transfer: their pages are there, new ones would have to be made first.
+        a.local.swap(spare_local_);
+        a.remote.swap(spare_remote_);
         a.source->expand(a.local, a.remote);
     }
     for (const Row& row : a.local) {
@@ -439,6 +440,10 @@ void Loop::settle() {
             }
             t.changed_.notify_all();
         }
+        if (a.local.capacity() > spare_local_.capacity()) {
+            a.local.swap(spare_local_);
+            a.remote.swap(spare_remote_);
+        }
         return true;
     });
     for (auto& [name, peer] : peers_) {
@@ -552,17 +557,14 @@ void Loop::sleep(Clock::duration longest) {
         if (!commands_.empty() || !queued_.empty() || (closing_ && active_.empty()) || stop_) {
             return;
         }
-        asleep_ = true;
+        asleep_.store(true);
     }
     // A descriptor of -1 is never ready.
     std::array<pollfd, 3> fds{pollfd{woken_.fd(), POLLIN, 0}, pollfd{doorbell_.fd(), POLLIN, 0},
                               pollfd{driver_->event_fd(), POLLIN, 0}};
     const timespec timeout{0, static_cast<long>(std::min(ns(longest), std::int64_t{999'999'999}))};
     const bool woken = ::ppoll(fds.data(), fds.size(), &timeout, nullptr) > 0;
-    {
-        const std::lock_guard lock(mutex_);
-        asleep_ = false;
-    }
+    asleep_.store(false);
     if (!woken) {
         return;
     }

@@ -79,18 +79,17 @@ class Loop {
     // ---- any thread ----
     void post(std::function<void()> command);
     void wake();
-    void wake_locked();
 
     const std::string name_;
     const EngineOptions options_;
     const Doorbell doorbell_;
     const EventFd completion_;
     const EventFd woken_;
+    std::atomic<bool> asleep_{false};
 
     std::mutex mutex_;  // guards the next group
     std::deque<std::function<void()>> commands_;
     std::deque<Active> queued_;
-    bool asleep_ = false;
     bool closing_ = false;
     bool stop_ = false;
 
@@ -159,6 +158,8 @@ class Loop {
 
     Costs costs_;
     std::size_t num_operations_ = 0;
+    std::vector<Row> spare_local_;
+    std::vector<Row> spare_remote_;
     std::vector<Notification> arrivals_;
     TimePoint last_activity_ = Clock::now();
     TimePoint last_ring_{};

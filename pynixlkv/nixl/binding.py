@@ -1000,10 +1000,14 @@ class Agent:
         ----------
         operation : Operation or str
             READ is remote to local.
-        local, remote : PreparedList
-            Lists of the two sides.
-        local_indices, remote_indices : array_like of int, shape (n,)
-            Descriptors to move, in pairs of equal length. int32 arrays are not copied.
+        local : PreparedList
+            List of this side.
+        local_indices : array_like of int, shape (n,)
+            Descriptors to move, by their place in the list; int32 arrays are not copied.
+        remote : PreparedList
+            List of the peer's side.
+        remote_indices : array_like of int, shape (n,)
+            What they are paired with, of equal lengths; int32 arrays are not copied.
         notification : bytes, optional
             Delivered to the peer after the last byte.
         skip_merge : bool

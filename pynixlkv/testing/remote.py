@@ -311,7 +311,7 @@ class ProcessRemote:
         return self._process.is_alive()
 
     def pause(self) -> None:
-        """Stop the process (SIGSTOP); returns when every thread of it stands still."""
+        """Stop the process (SIGSTOP), and wait until all of its threads stand still."""
         os.kill(self.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED)
 

@@ -91,6 +91,8 @@ class BlockSource final : public Source {
         : pair_(pair), blocks_(std::move(blocks)), pool_(std::move(shared)) {}
 
     void expand(std::vector<Row>& local, std::vector<Row>& remote) const override {
+        local.clear();
+        remote.clear();
         for (const std::size_t block : blocks_) {
             local.push_back(pair_.row_a(block));
             remote.push_back(pair_.row_b(block));

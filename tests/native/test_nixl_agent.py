@@ -8,8 +8,14 @@ import sys
 import numpy as np
 import pytest
 
-from pynixlkv import KVCache, TransferPlan
-from pynixlkv.errors import ConfigError, HandshakeError, NixlError, ProtocolVersionError
+from pynixlkv import KVCache, MemorySpan, MemoryType, TransferPlan
+from pynixlkv.errors import (
+    ConfigError,
+    HandshakeError,
+    NixlError,
+    ProtocolVersionError,
+    RegistrationError,
+)
 from pynixlkv.nixl import NixlAgent
 from pynixlkv.testing import FakeAgent, FakeNetwork
 from pynixlkv.testing.conformance import rows
@@ -94,6 +100,18 @@ def test_a_backend_or_parameter_that_does_not_exist():
         NixlAgent("x", backend_params={"num_threads": 1})
     with pytest.raises(ConfigError, match="name"):
         NixlAgent("")
+
+
+def test_memory_that_the_backend_does_not_move():
+    array = np.zeros(4096, np.uint8)
+    address = int(array.__array_interface__["data"][0])
+    with NixlAgent("a") as agent:
+        with pytest.raises(RegistrationError, match="UCX backend does not move FILE memory"):
+            agent.register(MemorySpan(address, 4096, MemoryType.FILE, 0, array))
+        # Host memory that claims to be on a GPU: UCX looks, here and where there is a GPU.
+        with pytest.raises(NixlError, match="VRAM"):
+            agent.register(MemorySpan(address, 4096, MemoryType.VRAM, 0, array))
+        assert agent.registrations == ()
 
 
 def test_b091_the_registration_cache_is_bounded_unless_the_user_says_otherwise():

@@ -157,15 +157,16 @@ class Side:
             views[tensor_idx][index] = self.value(*identity)
 
     def spans(self) -> list[tuple[int, int]]:
-        """Return (first, one past last) address of the bytes that each view reaches."""
+        """Return (first, one past last) address of what the views reach in each buffer."""
         spans = []
-        for view in self.views(self.buffers):
-            first = view.__array_interface__["data"][0]
-            last = first + sum(
-                (extent - 1) * stride
-                for extent, stride in zip(view.shape, view.strides, strict=True)
-            )
-            spans.append((first, last + self.shape.itemsize))
+        for buffer in self.buffers:
+            reached = []
+            for view in self.views([buffer]):
+                first = view.__array_interface__["data"][0]
+                steps = zip(view.shape, view.strides, strict=True)
+                last = first + sum((extent - 1) * stride for extent, stride in steps)
+                reached.append((first, last + self.shape.itemsize))
+            spans.append((min(first for first, _ in reached), max(end for _, end in reached)))
         return spans
 
 
@@ -222,7 +223,7 @@ def check_rows(
     remote_rows: np.ndarray,
     max_bytes: int | None,
 ) -> None:
-    """Check the form of descriptors: paired, ascending, in the views' spans, merged, and cut."""
+    """Check the form of descriptors: paired, ascending, in the buffers' spans, merged, and cut."""
     for rows in (local_rows, remote_rows):
         assert rows.dtype == np.uint64
         assert rows.ndim == 2

@@ -228,3 +228,24 @@ def test_a_report_of_libraries_is_written_without_markup_and_without_losing_anyt
     for part in ("path /opt/libnixl_capi.so, version 1.5.1", "cannot [red]open[/red]", "none"):
         assert part in text
     assert text.index("DRAM") < text.index("VRAM")
+
+
+UCX_SAYS = """
+[1.0] [vm:1:0]   | d intra-node cfg#1                                   |
+[1.0] [vm:1:0]   | active message by ucp_am_send*(egr) from host memory |
+[1.0] [vm:1:0]   | Count |   Range    |    Description     |   Config   |
+[1.0] [vm:1:0]   |     2 |   1..16515 | zero-copy          | tcp/lo     |
+[1.0] [vm:1:0]   | remote memory read by ucp_get*(multi) into host memory from host |
+[1.0] [vm:1:0]   | Count | Range  | Description |              Config               |
+[1.0] [vm:1:0]   |     2 | 0..inf | zero-copy   | cma/memory                        |
+[1.0] [vm:1:0]   |     0 | 0..inf | copy-in     | sysv/memory                       |
+[1.0] [vm:1:0]   | remote memory write by ucp_put*(multi) from host memory to host |
+[1.0] [vm:1:0]   |     2 | 0..inf | software emulation | 52% on tcp/lo and 48% on tcp/eth0 |
+"""
+
+
+def test_transports_are_those_that_ucx_counted():
+    assert demo._used_transports("read", [UCX_SAYS, UCX_SAYS]) == "cma/memory (zero-copy)"
+    expected = "52% on tcp/lo and 48% on tcp/eth0 (software emulation)"
+    assert demo._used_transports("write", ["", UCX_SAYS]) == expected
+    assert demo._used_transports("read", ["", "nothing of UCX"]) == "not reported"
