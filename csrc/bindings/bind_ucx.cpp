@@ -169,7 +169,8 @@ void bind_memory(py::module_& m) {
                const py::object& keepalive) {
                 std::shared_ptr<void> kept = keep_alive(keepalive);
                 return PyMemory(without_gil([&] {
-                    return MemoryHandle::map(context.ptr(), address, length, memory,
+                    return MemoryHandle::map(context.ptr(), address, length,
+                                             static_cast<capi::MemoryType>(memory),
                                              std::move(kept));
                 }));
             },

@@ -44,7 +44,17 @@ struct ContextParams {
     int mt_workers_shared;
 };
 
-enum ThreadMode : int { kThreadSingle = 0, kThreadSerialized = 1, kThreadMulti = 2 };
+struct ContextAttr {
+    enum Mask : std::uint64_t { kMemoryTypes = 1U << 2U };
+    std::uint64_t mask;
+    std::size_t request_size;
+    int thread_mode;
+    std::uint64_t memory_types;  ///< a bit for each MemoryType
+    char name[32];
+    std::size_t device_counter_size;
+};
+
+enum ThreadMode : int { kThreadSingle = 0, kThreadSerialized = 1 };
 
 struct WorkerParams {
     enum Mask : std::uint64_t { kThreadMode = 1U << 0U };
@@ -52,17 +62,7 @@ struct WorkerParams {
     int thread_mode;
 };
 
-struct WorkerAttr {
-    enum Mask : std::uint64_t { kThreadMode = 1U << 0U, kMaxAmHeader = 1U << 3U };
-    std::uint64_t mask;
-    int thread_mode;
-    std::uint32_t address_flags;
-    Address address;
-    std::size_t address_length;
-    std::size_t max_am_header;
-};
-
-enum ErrorMode : int { kErrorNone = 0, kErrorPeer = 1 };
+inline constexpr int kErrorPeer = 1;
 
 struct EndpointParams {
     enum Mask : std::uint64_t {
@@ -154,16 +154,15 @@ struct AmHandler {
 // Each row: result, name without the prefix `ucp_`, arguments.
 #define PYNIXLKV_UCP_FUNCTIONS(X)                                                                \
     X(void, get_version, (unsigned* major, unsigned* minor, unsigned* release))                  \
-    X(const char*, get_version_string, ())                                                       \
     X(Status, config_read, (const char* prefix, const char* file, Config* out))                  \
     X(Status, config_modify, (Config, const char* name, const char* value))                      \
     X(void, config_release, (Config))                                                            \
     X(Status, init_version,                                                                      \
       (unsigned major, unsigned minor, const ContextParams*, Config, Context* out))              \
+    X(Status, context_query, (Context, ContextAttr*))                                            \
     X(void, cleanup, (Context))                                                                  \
     X(Status, worker_create, (Context, const WorkerParams*, Worker* out))                        \
     X(void, worker_destroy, (Worker))                                                            \
-    X(Status, worker_query, (Worker, WorkerAttr*))                                               \
     X(Status, worker_get_address, (Worker, Address * out, std::size_t* length))                  \
     X(void, worker_release_address, (Worker, Address))                                           \
     X(unsigned, worker_progress, (Worker))                                                       \

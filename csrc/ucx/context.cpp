@@ -20,6 +20,11 @@ struct ReleaseConfig {
     void operator()(capi::Config config) const { library->fn().config_release(config); }
 };
 
+struct Cleanup {
+    const Library* library = nullptr;
+    void operator()(capi::Context context) const { library->fn().cleanup(context); }
+};
+
 /// Memory that can be had without swapping, as far as the system tells; in bytes.
 std::uint64_t free_memory() {
     std::uint64_t free = std::numeric_limits<std::uint64_t>::max();
@@ -78,7 +83,13 @@ Context::Context(std::shared_ptr<const Library> library, const ConfigMap& config
                                                       : variable != nullptr ? variable
                                                                             : "all");
         });
-    handle_ = handle;
+    UniqueHandle<capi::Context, Cleanup> context(handle, {library_.get()});
+    capi::ContextAttr attr{};
+    attr.mask = capi::ContextAttr::kMemoryTypes;
+    library_->check(library_->fn().context_query(handle, &attr), "ucp_context_query",
+                    [] { return "asking for the types of memory"; });
+    memory_types_ = attr.memory_types;
+    handle_ = context.release();
 }
 
 Context::~Context() {
@@ -105,13 +116,20 @@ std::shared_ptr<MemoryHandle> Context::find_allocated(std::uint64_t address,
 
 std::shared_ptr<MemoryHandle> MemoryHandle::map(std::shared_ptr<Context> context,
                                                 std::uint64_t address, std::uint64_t length,
-                                                int memory_type, std::shared_ptr<void> keepalive) {
+                                                capi::MemoryType type,
+                                                std::shared_ptr<void> keepalive) {
+    if (!context->moves(type)) {
+        throw Error("RegistrationError",
+                    text("this UCX does not move ", type == capi::kMemoryCuda ? "CUDA" : "host",
+                         " memory (", length, " bytes at 0x", std::hex, address,
+                         "): it found no device or module for it; see pynixlkv.native_report()"));
+    }
     capi::MemoryParams params{};
     params.mask = capi::MemoryParams::kAddress | capi::MemoryParams::kLength |
                   capi::MemoryParams::kMemoryType;
     params.address = reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
     params.length = length;
-    params.memory_type = memory_type;
+    params.memory_type = type;
     return std::shared_ptr<MemoryHandle>(
         new MemoryHandle(std::move(context), params, std::move(keepalive)));
 }

@@ -37,6 +37,10 @@ class Context : public std::enable_shared_from_this<Context>, LiveCounted<Contex
     [[nodiscard]] const Library& library() const noexcept { return *library_; }
     [[nodiscard]] capi::Context handle() const noexcept { return handle_; }
     [[nodiscard]] const ConfigMap& config() const noexcept { return config_; }
+    /// Whether UCX has what it takes to move memory of a type.
+    [[nodiscard]] bool moves(capi::MemoryType type) const noexcept {
+        return ((memory_types_ >> static_cast<unsigned>(type)) & 1U) != 0;
+    }
     [[nodiscard]] const ProcessMark& process() const noexcept { return process_; }
 
     /// The live handle of UCX-allocated memory that holds a range; null if there is none.
@@ -52,6 +56,7 @@ class Context : public std::enable_shared_from_this<Context>, LiveCounted<Contex
     const std::shared_ptr<const Library> library_;
     const ConfigMap config_;
     capi::Context handle_ = nullptr;
+    std::uint64_t memory_types_ = 0;
     const ProcessMark process_;
     mutable std::mutex mutex_;  // guards allocated_
     std::map<std::uint64_t, std::weak_ptr<MemoryHandle>> allocated_;
@@ -66,7 +71,8 @@ class MemoryHandle : LiveCounted<MemoryHandle> {
     /// @param keepalive held until the memory is unmapped
     [[nodiscard]] static std::shared_ptr<MemoryHandle> map(std::shared_ptr<Context> context,
                                                            std::uint64_t address,
-                                                           std::uint64_t length, int memory_type,
+                                                           std::uint64_t length,
+                                                           capi::MemoryType type,
                                                            std::shared_ptr<void> keepalive = {});
     /// Let UCX allocate host memory, shared where the system allows it, so that processes of this
     /// host can reach it directly.

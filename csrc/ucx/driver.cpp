@@ -48,14 +48,15 @@ struct Message {
     throw NativeError(error);
 }
 
-int memory_type(Memory memory) {
+capi::MemoryType memory_type(Memory memory) {
     switch (memory) {
         case Memory::kDram:
             return capi::kMemoryHost;
         case Memory::kVram:
             return capi::kMemoryCuda;
         default:
-            throw Error("ConfigError", "UCX moves host and GPU memory only; use NIXL for storage");
+            throw Error("RegistrationError",
+                        "UCX moves host and GPU memory only; use NIXL for storage");
     }
 }
 

@@ -31,6 +31,11 @@ SAME_VALUE(capi::kFeatureRma, UCP_FEATURE_RMA);
 SAME_VALUE(capi::kFeatureWakeup, UCP_FEATURE_WAKEUP);
 SAME_VALUE(capi::kFeatureAm, UCP_FEATURE_AM);
 
+static_assert(sizeof(capi::ContextAttr) >= sizeof(ucp_context_attr_t));
+SAME_FIELD(capi::ContextAttr, mask, ucp_context_attr_t, field_mask);
+SAME_FIELD(capi::ContextAttr, memory_types, ucp_context_attr_t, memory_types);
+SAME_VALUE(capi::ContextAttr::kMemoryTypes, UCP_ATTR_FIELD_MEMORY_TYPES);
+
 SAME_FIELD(capi::WorkerParams, mask, ucp_worker_params_t, field_mask);
 SAME_FIELD(capi::WorkerParams, thread_mode, ucp_worker_params_t, thread_mode);
 SAME_VALUE(capi::WorkerParams::kThreadMode, UCP_WORKER_PARAM_FIELD_THREAD_MODE);

@@ -11,10 +11,17 @@ import numpy as np
 import pytest
 
 from pynixlkv import _loader
-from pynixlkv.errors import ClosedError, ConfigError, PeerLostError, UcxError
+from pynixlkv.errors import (
+    ClosedError,
+    ConfigError,
+    PeerLostError,
+    RegistrationError,
+    UcxError,
+)
 from pynixlkv.geometry import KVCache
 from pynixlkv.plan import TransferPlan
 from pynixlkv.testing.conformance import rows
+from pynixlkv.types import MemorySpan, MemoryType
 from pynixlkv.ucx import UcxAgent
 
 WAIT_S = 20.0
@@ -157,6 +164,16 @@ def test_what_cannot_be_allocated_is_refused(make_agent):
         agent.allocate(4)
 
 
+def test_memory_that_this_ucx_does_not_move_is_refused(make_agent):
+    agent = make_agent("a")
+    array = np.zeros(64, dtype=np.uint8)
+    for kind in (MemoryType.VRAM, MemoryType.FILE):
+        if kind is MemoryType.VRAM and "VRAM" in _loader.native_report().memory_types:
+            continue
+        with pytest.raises(RegistrationError, match=r"does not move|host and GPU memory only"):
+            agent.register(MemorySpan(address(array), 64, kind, 0, array))
+
+
 def test_settings_are_checked_and_shown(make_agent, monkeypatch):
     agent = make_agent("a", config={"TLS": "tcp"})
     assert agent.config == {"RNDV_THRESH": "inf", "TLS": "tcp"}
@@ -243,6 +260,7 @@ def test_the_ucx_inside_nixl_can_be_used(make_agent):
         MOVE
         + """
 from pynixlkv import _loader
+from pynixlkv.types import MemorySpan, MemoryType
 from pynixlkv.ucx import UcxAgent
 move(UcxAgent)
 print(_loader.load_ucx().path, _loader.load_ucx().version)
