@@ -495,7 +495,7 @@ def small_plan(**options):
         (lambda: small_plan(max_bytes="5"), "max_bytes is '5'"),
         (lambda: small_plan(heads=1), "heads is 1; expected integers"),
         (lambda: small_plan().descriptors([1], [2], local_start=2**60 - 4), "local_start is"),
-        (lambda: TransferPlan(*[None] * 2), "local is a NoneType; expected a Geometry"),
+        (lambda: TransferPlan(None, None), "local is a NoneType; expected a Geometry"),  # type: ignore[arg-type]
     ],
 )
 def test_arguments_of_the_wrong_kind_are_plan_errors(call, message):
