@@ -178,7 +178,7 @@ def note(benchmark, rows: int, work: Workload, **more: object) -> None:
     )
 
 
-def run(benchmark, function, *args, rounds: int = 5):
+def run(benchmark, function, *args, rounds: int = 11):
     return benchmark.pedantic(function, args=args, rounds=rounds, iterations=1, warmup_rounds=1)
 
 

@@ -29,6 +29,7 @@ __all__ = ["AddressRange", "Axis", "Geometry", "Group", "KVCache", "Region", "me
 
 _MAX_REGIONS = 4096
 _MAX_GROUPS = 64
+_MAX_LAYERS = 4096  # of one region; real models have some hundreds
 _MAGIC = b"PNKG"
 _VERSION = 1
 _HEADER = struct.Struct("<4sH")
@@ -36,6 +37,8 @@ _HEADER = struct.Struct("<4sH")
 # Names of the axes in the order of csrc/kv/region.hpp, and the letters that stand for them. C is
 # not among them: it is K and D sharing one dimension.
 _AXES = {"L": "layer", "K": "kv", "B": "block", "H": "head", "N": "token", "D": "dim"}
+
+_BOOLS = {bool, np.bool_}
 
 _Word = Annotated[int, msgspec.Meta(ge=0, lt=2**60)]
 _Count = Annotated[int, msgspec.Meta(ge=1, lt=2**60)]
@@ -207,6 +210,11 @@ class Group(msgspec.Struct, frozen=True):
             "dim": range(self.head_dim),
         }
         for region in self.regions:
+            if region.layer.count > _MAX_LAYERS:
+                raise LayoutError(
+                    f"{where}, region {region.name!r}: {region.layer.count} layers; expected at "
+                    f"most {_MAX_LAYERS}"
+                )
             for axis, whole in wholes.items():
                 found = getattr(region, axis)
                 if found.start < whole.start or _stop(found) > whole.stop:
@@ -402,6 +410,11 @@ def _read_array(name: str, array: Any) -> _Array:  # noqa: ANN401
     dtype = np.dtype(interface["typestr"])
     if dtype.hasobject:
         raise LayoutError(f"tensor {name!r} holds Python objects; expected numbers")
+    if interface["data"][1]:
+        raise LayoutError(
+            f"tensor {name!r} is read-only, but peers may write into registered memory; pass a "
+            "writable array"
+        )
     shape = tuple(interface["shape"])
     strides = interface.get("strides")
     if strides is None:
@@ -814,8 +827,11 @@ class KVCache:
         Raises
         ------
         LayoutError
-            If a name appears twice, or groups overlap at different block numbers.
+            If there are no caches, a name appears twice, or groups overlap at different block
+            numbers.
         """
+        if not caches:
+            raise LayoutError("there are no caches to combine; give one or more")
         return cls([draft for cache in caches for draft in cache._drafts])
 
 
@@ -865,6 +881,9 @@ def _pair(what: str, value: tuple[int, int]) -> tuple[int, int]:
 
 def _integers(what: str, values: Iterable[int]) -> list[int]:
     try:
-        return [operator.index(value) for value in values]
+        numbers = list(values)
+        if not _BOOLS.isdisjoint(map(type, numbers)):
+            raise TypeError("a bool is no number")
+        return [operator.index(value) for value in numbers]
     except TypeError as error:
         raise LayoutError(f"{what} is {values!r}; expected integers") from error

@@ -14,12 +14,13 @@ import numpy as np
 
 from pynixlkv import _kernels
 from pynixlkv.errors import PlanError
+from pynixlkv.geometry import Geometry
 from pynixlkv.types import MemoryType, Operation
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-    from pynixlkv.geometry import Geometry, Group
+    from pynixlkv.geometry import Group
 
 __all__ = [
     "BlockTables",
@@ -31,6 +32,8 @@ __all__ = [
 ]
 
 _UNLIMITED = 2**60 - 1
+_MAX_POSITION = 2**48 - 1  # far beyond any context, and sums of positions stay far below 2**60
+_BOOLS = {bool, np.bool_}
 _T = TypeVar("_T")
 
 
@@ -220,6 +223,8 @@ class TransferPlan:
         groups: Iterable[str] | None = None,
         max_bytes: int | None = None,
     ) -> None:
+        for side, geometry in (("local", local), ("remote", remote)):
+            _check_geometry(side, geometry)
         self.local = local
         self.remote = remote
         self.max_bytes = max_bytes
@@ -231,8 +236,10 @@ class TransferPlan:
             _memory("local", local, sides[0]),
             _memory("remote", remote, sides[1]),
         )
-        if max_bytes is not None and max_bytes < 1:
-            raise PlanError(f"max_bytes is {max_bytes}; expected at least 1, or None for no limit")
+        if max_bytes is not None and (type(max_bytes) in _BOOLS or not _is_count(max_bytes)):
+            raise PlanError(
+                f"max_bytes is {max_bytes!r}; expected an integer from 1 on, or None for no limit"
+            )
         selection = [min(max_bytes or _UNLIMITED, _UNLIMITED), *wanted_heads, *wanted_layers]
         self.program = _kernels.compile_plan(
             local.words(self.groups),
@@ -355,6 +362,8 @@ class TransferPlan:
             local_start=local_start,
             remote_start=remote_start,
         )
+        if not isinstance(operation, Operation):
+            raise PlanError(f"operation is {operation!r}; expected Operation.READ or WRITE")
         self._program.check(tables.ids, tables.headers, operation == Operation.WRITE)
         return self._program.expand(tables.ids, tables.headers)
 
@@ -560,6 +569,8 @@ def _select_layers(sides: list[list[Group]], layers: Iterable[int] | None) -> li
 
 
 def _numbers(what: str, values: Iterable[int]) -> list[int]:
+    if not isinstance(values, Iterable):
+        raise PlanError(f"{what} is {values!r}; expected integers, or None for all")
     numbers = sorted(set(_block_ids(what, list(values)).tolist()))
     if not numbers:
         raise PlanError(f"{what} is empty; leave it out to move all that the local side holds")
@@ -613,8 +624,8 @@ def _flatten(
 
 def _block_ids(what: str, table: ArrayLike) -> NDArray[np.int64]:
     """Return a table as int64, refusing what only looks like one."""
-    if isinstance(table, (list, tuple)) and bool in set(map(type, table)):
-        at = next(i for i, value in enumerate(table) if isinstance(value, bool))
+    if isinstance(table, (list, tuple)) and not _BOOLS.isdisjoint(map(type, table)):
+        at = next(i for i, value in enumerate(table) if type(value) in _BOOLS)
         raise PlanError(f"{what} holds {table[at]} at index {at}; expected integers")
     try:
         array = np.asarray(table)
@@ -631,9 +642,20 @@ def _block_ids(what: str, table: ArrayLike) -> NDArray[np.int64]:
     return np.ascontiguousarray(array, np.int64)
 
 
+def _check_geometry(side: str, geometry: object) -> None:
+    if not isinstance(geometry, Geometry):
+        raise PlanError(
+            f"{side} is a {type(geometry).__name__}; expected a Geometry, such as cache.geometry"
+        )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and bool(value >= 1)
+
+
 def _position(what: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+    if type(value) in _BOOLS or not isinstance(value, (int, np.integer)):
         raise PlanError(f"{what} is {value!r}; expected an integer number of tokens")
-    if not 0 <= value <= _UNLIMITED:
-        raise PlanError(f"{what} is {value}; expected 0 to {_UNLIMITED}")
+    if not 0 <= value <= _MAX_POSITION:
+        raise PlanError(f"{what} is {value}; expected 0 to {_MAX_POSITION}")
     return int(value)

@@ -223,9 +223,10 @@ void Plan::check(Tables tables, Side written) const {
     };
     std::vector<Use> uses;
     for (std::size_t group = 0; group < tables.size(); ++group) {
-        require_cover(group, tables[group]);
+        // Entries beyond what moves may repeat: engines pad tables with a null block.
+        const Cover cover = require_cover(group, tables[group]);
         const auto blocks = ids(tables[group], side);
-        for (std::size_t i = 0; i < blocks.size(); ++i) {
+        for (std::size_t i = cover.first[side]; i < cover.last[side]; ++i) {
             uses.push_back(
                 {groups_[group].pool[side], static_cast<std::uint64_t>(blocks[i]), group, i});
         }

@@ -493,3 +493,27 @@ def test_differences_name_the_field_and_both_values() -> None:
     more = KVCache.combine(cache(), cache("BND", kv_heads=None, group="latent")).geometry
     assert mine.differences(more) == [("groups", ["kv"], ["kv", "latent"])]
     assert more.differences(mine) == [("groups", ["kv", "latent"], ["kv"])]
+
+
+@pytest.mark.parametrize("layers", [[True], [np.True_], [1.7], ["1"]])
+def test_layers_of_the_wrong_kind(layers):
+    with pytest.raises(LayoutError, match="expected integers"):
+        KVCache.from_tensors(
+            {"0": np.zeros((2, 8, 2, 4, 4), np.float16)}, axes="KBHND", kv_heads=2, layers=layers
+        )
+
+
+def test_read_only_arrays_and_combining_nothing():
+    array = np.zeros((2, 8, 2, 4, 4), np.float16)
+    array.flags.writeable = False
+    with pytest.raises(LayoutError, match="read-only"):
+        KVCache.from_tensors({"0": array}, axes="KBHND", kv_heads=2)
+    with pytest.raises(LayoutError, match="no caches to combine"):
+        KVCache.combine()
+
+
+def test_a_geometry_with_countless_layers_is_refused():
+    with pytest.raises(LayoutError, match="4097 layers; expected at most 4096"):
+        KVCache.from_tensors(
+            {"0": np.zeros((4097, 2, 1, 1, 1), np.uint8)}, axes="LBHND", kv_heads=1
+        )

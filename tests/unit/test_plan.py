@@ -476,3 +476,37 @@ def test_layout_errors_stay_layout_errors() -> None:
     assert issubclass(PlanError, ValueError)
     with pytest.raises(LayoutError):
         KVCache.from_tensors(made.tensors, axes="KBHNX", kv_heads=4)
+
+
+def small_plan(**options):
+    cache = KVCache.from_tensors(
+        {"0": np.zeros((2, 8, 2, 4, 4), np.float16)}, axes="KBHND", kv_heads=2
+    )
+    return TransferPlan(cache.geometry, cache.geometry, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: small_plan().descriptors([np.True_, 2], [1, 2]), "at index 0; expected integers"),
+        (lambda: small_plan().descriptors([1], [2], operation="WRITE"), "operation is 'WRITE'"),
+        (lambda: small_plan(max_bytes=True), "max_bytes is True"),
+        (lambda: small_plan(max_bytes=1.5), "max_bytes is 1.5"),
+        (lambda: small_plan(max_bytes="5"), "max_bytes is '5'"),
+        (lambda: small_plan(heads=1), "heads is 1; expected integers"),
+        (lambda: small_plan().descriptors([1], [2], local_start=2**60 - 4), "local_start is"),
+        (lambda: TransferPlan(None, None), "local is a NoneType; expected a Geometry"),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_plan_errors(call, message):
+    with pytest.raises(PlanError, match=message):
+        call()
+
+
+def test_entries_beyond_what_moves_may_repeat():
+    plan = small_plan()
+    padded = plan.descriptors([5, 6, 0, 0], [1, 2, 0, 0], num_tokens=7)
+    plain = plan.descriptors([5, 6], [1, 2], num_tokens=7)
+    assert all((a == b).all() for a, b in zip(padded, plain, strict=True))
+    with pytest.raises(PlanError, match="written twice"):
+        plan.descriptors([5, 5, 0, 0], [1, 2, 0, 0], num_tokens=7)
