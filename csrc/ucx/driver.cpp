@@ -285,6 +285,15 @@ void UcxDriver::on_message(std::string_view header, std::string_view data) {
     }
 }
 
+bool UcxDriver::arm() {
+    try {
+        return worker_->arm();
+    } catch (const NativeError& e) {
+        receive_error_ = e;  // told with the next round; until then the engine looks at intervals
+        return true;
+    }
+}
+
 std::unique_ptr<transfer::Registered> UcxDriver::register_memory(
     std::span<const transfer::Span> spans) {
     auto registered = std::make_unique<UcxRegistered>(regions_);

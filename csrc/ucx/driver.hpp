@@ -33,7 +33,7 @@ class UcxDriver final : public transfer::Driver {
     void notify(transfer::Connection& connection, const std::string& message) override;
     void receive(std::vector<transfer::Notification>& into) override;
     int event_fd() override { return worker_->event_fd(); }
-    bool arm() override { return worker_->arm(); }
+    bool arm() override;
 
   private:
     void on_message(std::string_view header, std::string_view data);
