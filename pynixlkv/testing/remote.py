@@ -282,7 +282,14 @@ class ProcessRemote:
     def _answer(self, command: str) -> object:
         if not self._connection.poll(_DEADLINE_S):
             raise TimeoutError(f"the remote process did not answer {command!r} in {_DEADLINE_S} s")
-        kind, value = self._connection.recv()
+        try:
+            kind, value = self._connection.recv()
+        except (EOFError, ConnectionError) as error:
+            self._process.join(_DEADLINE_S)
+            raise RuntimeError(
+                f"the remote process ended with exit code {self._process.exitcode} instead of "
+                f"answering {command!r}"
+            ) from error
         if kind == "error":
             raise value
         if kind == "traceback":

@@ -101,6 +101,8 @@ def test_an_interrupt_leaves_no_process_behind(number):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        # A shell's background job starts with interrupts ignored, and its children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     watched = psutil.Process(demo.pid)
     deadline = time.monotonic() + 50
