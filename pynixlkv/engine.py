@@ -171,7 +171,7 @@ class EngineAgent:
             If a tensor is not contiguous, or something is neither tensor nor array.
         AlreadyRegisteredError
             If a range overlaps one that is registered.
-        NixlError
+        NativeError
             If the library refuses the memory.
         """
         spans = tuple(span for item in memory for span in memory_spans(item))
@@ -258,7 +258,7 @@ class EngineAgent:
             If the other side runs another engine.
         DuplicatePeerError
             If a live agent with the same name is connected, or it is this agent's own name.
-        NixlError
+        NativeError
             If the library refuses the metadata.
         """
         body = wire.unseal(hello, secret=self._secret)

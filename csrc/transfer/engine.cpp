@@ -137,27 +137,7 @@ std::shared_ptr<Registration> Engine::register_memory(std::vector<Span> spans) {
 }
 
 void Engine::deregister(const std::shared_ptr<Registration>& registration) {
-    check_usable();
-    {
-        const std::unique_lock lock(loop_->memory_mutex_);
-        if (!registration->open_.load() ||
-            loop_->registrations_.find(registration->id_) == loop_->registrations_.end()) {
-            throw Error("ClosedError", "the registration is not one of agent '" + loop_->name_ +
-                                           "', or was deregistered before");
-        }
-        if (const std::size_t uses = registration->uses(); uses > 0) {
-            throw Error("RegistrationInUseError",
-                        std::to_string(uses) +
-                            " transfers that are not quiet still use the memory; wait for them");
-        }
-        registration->open_.store(false);
-        loop_->memory_.remove(registration->id_);
-        loop_->registrations_.erase(registration->id_);
-    }
-    call([loop = loop_, registration] {
-        loop->forget_lists();
-        registration->native_.reset();
-    });
+    call([loop = loop_, registration] { loop->remove_registration(*registration); });
 }
 
 void Engine::check_registered(const std::vector<Row>& rows) const {

@@ -626,6 +626,27 @@ std::shared_ptr<Registration> Loop::add_registration(
     return registration;
 }
 
+void Loop::remove_registration(Registration& registration) {
+    {
+        const std::unique_lock lock(memory_mutex_);
+        const auto found = registrations_.find(registration.id_);
+        if (found == registrations_.end() || found->second.get() != &registration) {
+            throw Error("ClosedError", "the registration is not one of agent '" + name_ +
+                                           "', or was deregistered before");
+        }
+        if (const std::size_t uses = registration.uses(); uses > 0) {
+            throw Error("RegistrationInUseError",
+                        std::to_string(uses) +
+                            " transfers that are not quiet still use the memory; wait for them");
+        }
+        registration.open_.store(false);
+        memory_.remove(registration.id_);
+        registrations_.erase(found);
+    }
+    forget_lists();
+    registration.native_.reset();
+}
+
 std::shared_ptr<Peer> Loop::connect(const std::string& name, const std::string& incarnation,
                                     const std::string& metadata, const std::vector<Span>& spans) {
     MemoryMap memory;

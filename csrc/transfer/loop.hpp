@@ -68,6 +68,7 @@ class Loop {
     /// @return whether everything was given back
     bool run(const DriverFactory& factory, std::promise<void>& started);
     std::shared_ptr<Registration> add_registration(const std::shared_ptr<Registration>& r);
+    void remove_registration(Registration& registration);
     std::shared_ptr<Peer> connect(const std::string& name, const std::string& incarnation,
                                   const std::string& metadata, const std::vector<Span>& spans);
     void disconnect(Peer& peer);

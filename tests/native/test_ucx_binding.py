@@ -196,11 +196,14 @@ def test_threads_share_a_worker(side):
 
 
 def test_events_wake_a_sleeper(side):
-    while not side.worker.arm():
+    side.ask(b"", b"connected")
+    events = [side.worker.event_fd]
+    deadline = time.monotonic() + WAIT_S
+    while not side.worker.arm() or select.select(events, [], [], 0.1)[0]:
         side.worker.progress()
-    assert select.select([side.worker.event_fd], [], [], 0)[0] == []
+        assert time.monotonic() < deadline
     side.worker.signal()
-    assert select.select([side.worker.event_fd], [], [], WAIT_S)[0]
+    assert select.select(events, [], [], WAIT_S)[0]
 
 
 def test_waiting_costs_no_processor_time(side):
