@@ -676,6 +676,10 @@ TEST_CASE("prepared rows and indices say the same as rows") {
         std::vector<std::int32_t> j;
         plan.expand_indices(tables, i, j);
         CHECK_EQ(i.size(), j.size());
+        CHECK_EQ(plan.num_indices(tables).value(), i.size());
+        CHECK_EQ(plan.prepared_sizes()[0], local.size());
+        CHECK_EQ(plan.prepared_sizes()[1], remote.size());
+        CHECK(!plan.num_indices(std::vector<Table>{{a, b, 19}}).has_value());
         std::set<std::array<std::uint64_t, 2>> bytes;
         std::set<std::array<std::uint64_t, 2>> expected;
         const auto add_bytes = [](auto& set, const Row& x, const Row& y) {
