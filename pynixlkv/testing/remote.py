@@ -335,6 +335,7 @@ class ProcessRemote:
     def close(self) -> None:
         """Close the agent and end the process; kill it if it does not end."""
         if self._process.is_alive():
+            self.resume()  # a test that failed may have left it stopped
             try:
                 self._ask("close")
                 self._process.join(_DEADLINE_S)

@@ -56,9 +56,9 @@ def test_scattered_blocks_come_to_be_chosen_from_prepared_rows(pair):
         for name, array in ours.items():
             before[name][:, here] = theirs[name][:, there]
             assert np.array_equal(array, before[name])
+    # From when on, and whether for ever, is decided by costs that are measured meanwhile.
     assert not seen[0]
-    assert seen[-1]
-    assert seen == sorted(seen)
+    assert any(seen)
     # Contiguous blocks merge to a few rows, which no list of unmerged ones can beat; neither can
     # part of a block be chosen from them.
     assert not a.read(peer, plan, range(300), range(100, 400)).wait(10.0).prepared
