@@ -12,6 +12,7 @@
 #include <map>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "base/row.hpp"
@@ -196,6 +197,9 @@ class Plan {
     [[nodiscard]] std::vector<Run> lane_runs(const Lane& lane, const Shape& shape) const;
     [[nodiscard]] std::vector<Strip> strips() const;
     void require_prepare() const;
+    /// Group and shape of a part of a block that would move, which prepared rows cannot say.
+    [[nodiscard]] std::optional<std::pair<std::size_t, Shape>> partial_block(
+        const Expansion& expansion) const;
     void require_tables(Tables tables) const;
     Cover require_cover(std::size_t group, const Table& table) const;
 

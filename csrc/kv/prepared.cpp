@@ -92,15 +92,23 @@ std::vector<Row> Plan::prepared_rows(Side which) const {
     return rows;
 }
 
-std::optional<std::size_t> Plan::num_indices(Tables tables) const {
-    require_prepare();
-    const Expansion expansion(*this, tables);
+std::optional<std::pair<std::size_t, Plan::Shape>> Plan::partial_block(
+    const Expansion& expansion) const {
     for (std::size_t group = 0; group < groups_.size(); ++group) {
         for (const Shape& shape : expansion.work_[group].shapes) {
             if (shape.count != groups_[group].paging[0].slots) {
-                return std::nullopt;
+                return std::pair{group, shape};
             }
         }
+    }
+    return std::nullopt;
+}
+
+std::optional<std::size_t> Plan::num_indices(Tables tables) const {
+    require_prepare();
+    const Expansion expansion(*this, tables);
+    if (partial_block(expansion)) {
+        return std::nullopt;
     }
     std::size_t count = 0;
     for (const Strip& strip : strips()) {
@@ -113,14 +121,11 @@ void Plan::expand_indices(Tables tables, std::vector<std::int32_t>& local,
                           std::vector<std::int32_t>& remote) const {
     require_prepare();
     const Expansion expansion(*this, tables);
-    for (std::size_t group = 0; group < groups_.size(); ++group) {
-        for (const Shape& shape : expansion.work_[group].shapes) {
-            if (shape.count != groups_[group].paging[0].slots) {
-                plan_error("group ", group, ": prepared rows are whole blocks; ", shape.count,
-                           " tokens of a block of ", groups_[group].paging[0].slots,
-                           " would move; round num_tokens up");
-            }
-        }
+    if (const auto partial = partial_block(expansion)) {
+        const auto& [group, shape] = *partial;
+        plan_error("group ", group, ": prepared rows are whole blocks; ", shape.count,
+                   " tokens of a block of ", groups_[group].paging[0].slots,
+                   " would move; round num_tokens up");
     }
     const std::vector<Strip> all = strips();
     local.clear();

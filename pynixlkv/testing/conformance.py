@@ -440,11 +440,12 @@ class AgentConformance:
                 use()
         assert "closed" in repr(local.agent)
 
-    def test_an_agent_dropped_without_close_warns(
+    def test_a_half_built_agent_goes_quietly(
         self, make_agent: Callable[[str], EngineAgent]
     ) -> None:
-        agent = type(make_agent("model")).__new__(type(make_agent("model2")))
-        del agent  # a half-built object goes quietly
+        kind = type(make_agent("model"))
+        agent = kind.__new__(kind)
+        del agent  # pytest fails on an exception or a warning of the finalizer
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
     @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
