@@ -21,6 +21,7 @@ __all__ = [
     "HandshakeError",
     "IncompatibleLayoutError",
     "LayoutError",
+    "LeaseExpired",
     "LibraryNotFoundError",
     "LibraryVersionError",
     "NativeError",
@@ -202,6 +203,10 @@ class TransferCancelled(TransferError):
 
 class PeerLostError(TransferError, ConnectionError):
     """The connection to the peer is gone; connect again to get a new generation of it."""
+
+
+class LeaseExpired(TransferError):
+    """The producer no longer held the blocks while they were read; what arrived may be wrong."""
 
 
 class HandshakeError(PynixlkvError):
