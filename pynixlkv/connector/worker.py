@@ -26,7 +26,7 @@ from pynixlkv.connector.stats import ConnectorStats
 from pynixlkv.errors import ClosedError, ConfigError, HandshakeError, PynixlkvError, StateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from typing_extensions import Self
 
@@ -137,7 +137,11 @@ class ConnectorWorker:
     # ---- once
 
     def register_kv_caches(
-        self, cache: KVCache, *, staging: HostStaging | None = None
+        self,
+        cache: KVCache,
+        *,
+        table_of: Mapping[str, int] | None = None,
+        staging: HostStaging | None = None,
     ) -> AgentMetadata:
         """Register the KV cache and begin to work.
 
@@ -145,6 +149,9 @@ class ConnectorWorker:
         ----------
         cache : KVCache
             All that this rank holds. Not registered if there is a `staging`.
+        table_of : mapping of str to int, optional
+            Which of the engine's block tables each group of the cache uses; the same in all
+            engines. By default the first group uses the first, and so on.
         staging : HostStaging, optional
             Host memory that the cache is staged in, where its own cannot be registered.
 
@@ -170,7 +177,13 @@ class ConnectorWorker:
         self._agent.register(landing)
         hello = self._agent.hello(moved, table.cache)
         this = Local(
-            self._agent, self._reader, moved.geometry, landing, hello, self._config.max_bytes
+            self._agent,
+            self._reader,
+            moved.geometry,
+            landing,
+            table_of or {group.name: i for i, group in enumerate(moved.geometry.groups)},
+            hello,
+            self._config.max_bytes,
         )
         self._executor = ThreadPoolExecutor(_NUM_HANDSHAKES, "pynixlkv-handshake")
         self._links = Links(
