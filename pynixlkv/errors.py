@@ -24,6 +24,7 @@ __all__ = [
     "HandshakeTimeout",
     "IncompatibleLayoutError",
     "LayoutError",
+    "LeaseExpired",
     "LibraryNotFoundError",
     "LibraryVersionError",
     "NativeError",
@@ -216,6 +217,10 @@ class TransferCancelled(TransferError):
 
 class PeerLostError(TransferError, ConnectionError):
     """The connection to the peer is gone; connect again to get a new generation of it."""
+
+
+class LeaseExpired(TransferError):
+    """The producer no longer held the blocks while they were read; what arrived may be wrong."""
 
 
 class HandshakeError(PynixlkvError):

@@ -1,0 +1,1 @@
+"""The half of a KV connector that every engine would write again."""
