@@ -77,7 +77,7 @@ class nixl_prepped_dlist_handle(_Handle):
         self._agent.releasedDlistH(self._handle)
 
     def __del__(self) -> None:
-        if not getattr(self, "_released", True) and not sys.is_finalizing():
+        if not getattr(self, "_released", True) and not self._agent.closed:
             self.release()
 
 
@@ -94,7 +94,7 @@ class nixl_xfer_handle(_Handle):
         self._agent.releaseXferReq(self._handle)
 
     def __del__(self) -> None:
-        if not getattr(self, "_released", True) and not sys.is_finalizing():
+        if not getattr(self, "_released", True) and not self._agent.closed:
             self._agent._drop_request(self._handle)
 
 
@@ -325,7 +325,7 @@ class nixl_agent:
         try:
             return self._make_descs(nixlBind.nixlXferDList, 3, descs, mem_type)
         except _UnusableError as error:
-            _logger.error("no descriptors for a transfer: %s", error)
+            _logger.error("no descriptors for a transfer: %s", str(error))
             return None
 
     def get_reg_descs(
@@ -349,7 +349,7 @@ class nixl_agent:
         try:
             return self._make_descs(nixlBind.nixlRegDList, 4, descs, mem_type)
         except _UnusableError as error:
-            _logger.error("no descriptors to register: %s", error)
+            _logger.error("no descriptors to register: %s", str(error))
             return None
 
     def get_remote_descs(

@@ -11,7 +11,7 @@ import datetime
 import enum
 import functools
 import itertools
-import sys
+import weakref
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
@@ -323,6 +323,7 @@ class _DescList:
     """
 
     _width: ClassVar[int] = 3
+    _blank: ClassVar[object] = ()
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(
@@ -343,7 +344,7 @@ class _DescList:
             self._rows = np.zeros((int(descs) or init_size, 3), dtype=np.uint64)
         self._count = len(self._rows)
         extras = [self._extra(desc) for desc in descs] if isinstance(descs, list) else []
-        self._extras: list[Any] = extras or [self._extra((0, 0, 0, ""))] * self._count
+        self._extras: list[Any] = extras or [self._blank] * self._count
 
     @classmethod
     def _from_array(cls, descs: NDArray[Any]) -> Rows:
@@ -485,6 +486,7 @@ class nixlRegDList(_DescList):
     """Descriptors to register: tuples of address, length in bytes, device, and text or bytes."""
 
     _width = 4
+    _blank = b""
 
     @classmethod
     def _extra(cls, desc: tuple[Any, ...]) -> bytes:
@@ -514,6 +516,7 @@ class nixlRemoteDList(_DescList):
     """Descriptors of several peers: tuples of address, length in bytes, device, agent name."""
 
     _width = 4
+    _blank = ""
 
     @classmethod
     def _extra(cls, desc: tuple[Any, ...]) -> str:
@@ -605,12 +608,16 @@ class nixlAgent:
         self._prepared: dict[int, nixl.PreparedList] = {}
         self._requests: dict[int, nixl.Request] = {}
         self._registrations: dict[_RegistrationKey, list[nixl.Registration]] = {}
-        self._unwanted: list[nixl.PreparedList] = []
+        self._unwanted: set[int] = set()
+        # Holds what the agent has made, so that all of it is still there when the agent is closed.
+        weakref.finalize(
+            self, _close, self._agent, self._prepared, self._requests, self._registrations
+        )
 
-    def __del__(self) -> None:
-        agent = getattr(self, "_agent", None)
-        if agent is not None and not sys.is_finalizing():
-            agent.close(0.0)
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, as it is when nobody holds it any more."""
+        return self._agent.closed
 
     # -- plugins and backends
 
@@ -793,7 +800,8 @@ class nixlAgent:
 
     # -- transfers
 
-    @_raises_nixl()
+    # All else has been checked: memory that no backend knows is what is left for NIXL to refuse.
+    @_raises_nixl(backend=nixlNotFoundError)
     def prepXferDlist(
         self,
         agent_name: Text | nixlXferDList,
@@ -839,9 +847,9 @@ class nixlAgent:
         """Make a transfer from prepared lists."""
         request = self._agent.make_xfer_req(
             Operation(operation),
-            _find(self._prepared, local_side, "prepared list"),
+            self._prepared_list(local_side),
             local_indices,
-            _find(self._prepared, remote_side, "prepared list"),
+            self._prepared_list(remote_side),
             remote_indices,
             notification=_as_bytes(notif_msg, "notif_msg") or None,
             skip_merge=skip_desc_merg,
@@ -849,7 +857,7 @@ class nixlAgent:
         )
         return self._number(self._requests, request)
 
-    @_raises_nixl()
+    @_raises_nixl(backend=nixlNotFoundError)
     def createXferReq(
         self,
         operation: nixl_xfer_op_t,
@@ -926,8 +934,8 @@ class nixlAgent:
     @_raises_nixl()
     def releasedDlistH(self, handle: int) -> nixl_status_t:
         """Release a prepared list; transfers made from it may go on."""
-        self._unwanted.append(_find(self._prepared, handle, "prepared list"))
-        del self._prepared[handle]
+        self._prepared_list(handle)
+        self._unwanted.add(handle)
         self._release_unwanted()
         return NIXL_SUCCESS
 
@@ -984,6 +992,9 @@ class nixlAgent:
     def _backend(self, number: int) -> nixl.Backend:
         return _find(self._backends, number, "backend")
 
+    def _prepared_list(self, number: int) -> nixl.PreparedList:
+        return _find(self._prepared, 0 if number in self._unwanted else number, "prepared list")
+
     def _request(self, number: int) -> nixl.Request:
         return _find(self._requests, number, "transfer")
 
@@ -1011,15 +1022,19 @@ class nixlAgent:
 
     def _release_unwanted(self) -> None:
         """Release the lists that nobody wants, but for those that transfers were made from."""
-        kept = []
-        for prepared in self._unwanted:
+        for number in list(self._unwanted):
             try:
-                self._agent.release_dlist_handle(prepared)
+                self._agent.release_dlist_handle(self._prepared[number])
             except ClosedError:
                 raise
             except StateError:
-                kept.append(prepared)
-        self._unwanted = kept
+                continue
+            self._unwanted.remove(number)
+            del self._prepared[number]
+
+
+def _close(agent: nixl.Agent, *_: object) -> None:
+    agent.close(0.0)
 
 
 _RegistrationKey = tuple[int, int, int, int]

@@ -1,10 +1,8 @@
 """Fixtures for tests with real vLLM engines."""
 
 import pytest
-from engines import Cluster, make_prompts, write_model
+from engines import LENGTHS, Cluster, make_prompts, write_model
 from peers import Peer
-
-LENGTHS = (5, 40, 300)
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,7 @@
 
 import connectors
 import pytest
-from conftest import LENGTHS
-from engines import make_prompts
+from engines import LENGTHS, make_prompts
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from peers import Peer
 
 VOCABULARY = 1024
+LENGTHS = (5, 40, 300)
 MAX_TOKENS = 16
 START_S = 300.0
 ANSWER_S = 120.0
@@ -268,7 +269,7 @@ class Engine:
             with contextlib.suppress(OSError):
                 for fd in Path(f"/proc/{pid}/fd").iterdir():
                     with contextlib.suppress(OSError):
-                        inodes.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
+                        inodes.add(str(fd.readlink()).removeprefix("socket:[").removesuffix("]"))
         total = 0
         for table in ("/proc/net/tcp", "/proc/net/tcp6"):
             for line in Path(table).read_text().splitlines()[1:]:
