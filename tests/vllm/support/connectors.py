@@ -1,0 +1,9 @@
+"""The connectors that the tests of this folder run with."""
+
+from engines import Connector
+
+NIXL = Connector("NixlConnector")
+"""vLLM's own, on NIXL's own package."""
+
+NIXL_API = NIXL.with_(env={"PYNIXLKV_NIXL_API": "1"})
+"""vLLM's own, on `pynixlkv.nixl_api`."""
