@@ -108,8 +108,8 @@ def kv_cache(
     LayoutError
         If a tensor does not fit what vLLM says about it.
     """
-    alike: dict[tuple[object, ...], dict[str, Any]] = {}
-    heads_of: dict[tuple[object, ...], int | None] = {}
+    alike: dict[tuple[int, str, tuple[int, ...], object], dict[str, Any]] = {}
+    heads_of: dict[tuple[int, str, tuple[int, ...], object], int | None] = {}
     for index, group in enumerate(kv_cache_config.transfer_groups):
         _check_kind(group)
         specs = _layer_specs(group)
@@ -128,8 +128,7 @@ def kv_cache(
     if not alike:
         raise ConfigError("vLLM registered no layer of a group that takes part in transfers")
     caches, table_of = [], {}
-    for key, members in alike.items():
-        index, template = int(str(key[0])), str(key[1])
+    for (index, template, shape, dtype), members in alike.items():
         name = f"{index}:{template}"
         while name in table_of:  # layers of one name pattern with different shapes
             name += "'"
@@ -139,7 +138,7 @@ def kv_cache(
             KVCache.from_tensors(
                 members,
                 axes="BHND",
-                kv_heads=heads_of[key],
+                kv_heads=heads_of[index, template, shape, dtype],
                 tp=place.tp,
                 layers=[_layer_number(layer) for layer in members],
                 group=name,

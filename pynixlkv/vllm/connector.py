@@ -60,7 +60,7 @@ _TESTED = ((0, 32),)
 
 
 @dataclass
-class _StepMetadata(KVConnectorMetadata):
+class _StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """The scheduler's message to the workers for one step."""
 
     connector: ConnectorMetadata
@@ -69,7 +69,7 @@ class _StepMetadata(KVConnectorMetadata):
 
 
 @dataclass
-class _WorkerHello(KVConnectorHandshakeMetadata):
+class _WorkerHello(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """What vLLM collects from the workers for the handshake."""
 
     agent: AgentMetadata
@@ -79,11 +79,11 @@ class _StreamFence:
     """Done when all work that was launched on the current stream has ended."""
 
     def __init__(self) -> None:
-        self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
 
     def done(self) -> bool:
-        return bool(self._event.query())
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
 class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]

@@ -37,7 +37,7 @@ class PyNixlKVStats(KVConnectorStats):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget all counts."""
-        self.data = {}
+        self.data = dict[str, Any]()
 
     def aggregate(self, other: KVConnectorStats) -> PyNixlKVStats:
         """Return the sum with the counts of another worker, or of a later time."""
