@@ -61,6 +61,8 @@ class Local:
         What transfers read and write: the KV cache, or the host cache that it is staged in.
     landing : KVCache
         Where lease words are read to.
+    table_of : mapping of str to int
+        Which of the engine's block tables each group of the cache uses; the same in both engines.
     hello : bytes
         What producers need to reach it.
     max_bytes : int or None
@@ -71,6 +73,7 @@ class Local:
     reader: messages.Reader
     cache: Geometry
     landing: KVCache
+    table_of: Mapping[str, int]
     hello: bytes
     max_bytes: int | None
 

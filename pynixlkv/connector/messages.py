@@ -108,6 +108,7 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
     consumer_id: str
     blocks: BlockLists
     starts: tuple[int, ...]
+    block_sizes: tuple[int, ...]
     num_tokens: int
 
 

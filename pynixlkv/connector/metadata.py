@@ -128,6 +128,9 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
         Its block tables, one for each group, in token order.
     remote_starts : tuple of int
         Token position of the first block of each table; zeros if left out.
+    remote_block_sizes : tuple of int
+        Tokens that a block of each table stands for; left out if these are the blocks that its
+        geometry describes.
     remote_num_tokens : int
         Tokens, from position 0 on, whose KV the producer holds.
     tp_size, pp_size, dcp_size : int
@@ -150,6 +153,7 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
     remote_port: _Port | None = None
     remote_block_ids: tuple[tuple[_Index, ...], ...] | None = None
     remote_starts: tuple[_Index, ...] | None = None
+    remote_block_sizes: tuple[_Index, ...] = ()
     remote_num_tokens: _Index | None = None
     tp_size: _Size = 1
     pp_size: _Size = 1
@@ -211,11 +215,13 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
             )
         if self.lease is not None:
             Lease.parse(self.lease)
-        if self.remote_starts is not None and len(self.remote_starts) != len(self.blocks):
-            raise ConfigError(
-                f"kv_transfer_params: remote_starts has {len(self.remote_starts)} entries, "
-                f"remote_block_ids {len(self.blocks)}; expected one for each group"
-            )
+        for name in ("remote_starts", "remote_block_sizes"):
+            given = getattr(self, name)
+            if given and len(given) != len(self.blocks):
+                raise ConfigError(
+                    f"kv_transfer_params: {name} has {len(given)} entries, remote_block_ids "
+                    f"{len(self.blocks)}; expected one for each table"
+                )
 
     @property
     def blocks(self) -> BlockLists:
@@ -247,7 +253,7 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
         """Return the parameters as JSON-compatible data, without what is not set."""
         data: dict[str, Any] = msgspec.to_builtins(self)
         data = {key: value for key, value in data.items() if value is not None}
-        for key in ("remote_block_ids", "remote_starts"):
+        for key in ("remote_block_ids", "remote_starts", "remote_block_sizes"):
             if key in data:
                 data[key] = [list(v) if isinstance(v, tuple) else v for v in data[key]]
         return data
@@ -296,6 +302,8 @@ class ReqMeta:
         Requests of one group are released together.
     host_blocks : tuple of tuple of int, optional
         Block tables in the host cache, where the device's memory is staged.
+    block_sizes : tuple of int
+        Tokens that a block of each table stands for; empty if these are the geometry's blocks.
     """
 
     blocks: BlockLists
@@ -305,6 +313,7 @@ class ReqMeta:
     lease: Lease | None = None
     sibling_group: str | None = None
     host_blocks: BlockLists | None = None
+    block_sizes: tuple[int, ...] = ()
 
 
 @dataclass

@@ -21,6 +21,7 @@ from pynixlkv.connector.leases import status
 from pynixlkv.connector.links import Link, LinkState, Producer
 from pynixlkv.connector.messages import LeaseStatus
 from pynixlkv.connector.metadata import EndState, HandOff, Lease, ReqMeta
+from pynixlkv.connector.tables import by_group
 from pynixlkv.errors import (
     LeaseExpired,
     PeerLostError,
@@ -146,7 +147,6 @@ class Receiver:
         stage_in: Callable[[BlockLists, BlockLists], Fence] | None = None,
     ) -> None:
         self._this = this
-        self._groups = tuple(group.name for group in this.cache.groups)
         self._words = words
         self._free_words = list(range(len(words)))
         self._links = links
@@ -340,12 +340,22 @@ class Receiver:
             return
         self._check_positions(request)
         meta, remote = request.meta, request.remote
-        local = dict(zip(self._groups, meta.host_blocks or meta.blocks, strict=True))
-        local_starts = dict(zip(self._groups, meta.starts, strict=True))
+        table_of = self._this.table_of
+        local, local_starts = by_group(
+            self._this.cache.groups,
+            table_of,
+            meta.host_blocks or meta.blocks,
+            meta.starts,
+            meta.block_sizes,
+        )
         for producer in link.sources:
-            names = tuple(group.name for group in producer.geometry.groups)
-            theirs = dict(zip(names, remote.blocks, strict=True))
-            their_starts = dict(zip(names, remote.starts, strict=True))
+            theirs, their_starts = by_group(
+                producer.geometry.groups,
+                table_of,
+                remote.blocks,
+                remote.starts,
+                remote.remote_block_sizes,
+            )
             for plan in producer.plans:
                 wanted = plan.groups
                 request.transfers.append(
@@ -364,14 +374,14 @@ class Receiver:
     def _check_positions(self, request: _Request) -> None:
         """Check that every position that is expected here is there: nothing else tells."""
         meta, remote = request.meta, request.remote
-        if len(remote.blocks) != len(self._groups):
+        if len(remote.blocks) != len(meta.blocks):
             raise PlanError(
                 f"request {request.id!r}: the producer has {len(remote.blocks)} block tables, this "
-                f"side {len(self._groups)} groups ({', '.join(self._groups)})"
+                f"side {len(meta.blocks)}"
             )
         late = [
-            f"{name} from {there} on, wanted from {here}"
-            for name, here, there in zip(self._groups, meta.starts, remote.starts, strict=True)
+            f"table {index} from {there} on, wanted from {here}"
+            for index, (here, there) in enumerate(zip(meta.starts, remote.starts, strict=True))
             if there > here
         ]
         if late or meta.num_tokens > (remote.remote_num_tokens or 0):
@@ -390,6 +400,7 @@ class Receiver:
                 consumer_id=request.id,
                 blocks=meta.host_blocks or meta.blocks,
                 starts=meta.starts,
+                block_sizes=meta.block_sizes,
                 num_tokens=meta.num_tokens,
             )
         )

@@ -12,9 +12,12 @@ from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
+
 from pynixlkv.connector import messages, pairing
 from pynixlkv.connector.links import split
 from pynixlkv.connector.messages import LeaseStatus
+from pynixlkv.connector.tables import by_group
 from pynixlkv.errors import HandshakeError, PlanError, PynixlkvError
 from pynixlkv.plan import TransferPlan
 from pynixlkv.types import TransferState
@@ -392,11 +395,17 @@ class Sender:
     def _write(self, push: _Push, consumer: Consumer, meta: ReqMeta, layer: int | None) -> None:
         """Write what is there and not yet written: of one layer, or, at the end, of all."""
         message = push.message
-        names = [group.name for group in consumer.geometry.groups]
-        theirs = dict(zip(names, message.blocks, strict=True))
-        their_starts = dict(zip(names, message.starts, strict=True))
-        ours = dict(zip(self._groups, meta.host_blocks or meta.blocks, strict=True))
-        our_starts = dict(zip(self._groups, meta.starts, strict=True))
+        table_of = self._this.table_of
+        theirs, their_starts = by_group(
+            consumer.geometry.groups, table_of, message.blocks, message.starts, message.block_sizes
+        )
+        ours, our_starts = by_group(
+            self._groups.values(),
+            table_of,
+            meta.host_blocks or meta.blocks,
+            meta.starts,
+            meta.block_sizes,
+        )
         num_tokens = min(meta.num_tokens, message.num_tokens)
         if layer is None and meta.num_tokens < message.num_tokens:
             raise PlanError(f"{meta.num_tokens} tokens are here, {message.num_tokens} are wanted")
@@ -419,7 +428,7 @@ class Sender:
                         )
                     size = self._groups[name].block_tokens
                     skip = max(position - our_starts[name], 0) // size
-                    tables[name] = ours[name][skip:]
+                    tables[name] = np.asarray(ours[name])[skip:]
                     starts[name] = our_starts[name] + skip * size
                 push.transfers.append(
                     self._this.agent.write(

@@ -26,7 +26,7 @@ from pynixlkv.connector.stats import ConnectorStats
 from pynixlkv.errors import ClosedError, ConfigError, HandshakeError, PynixlkvError, StateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from typing_extensions import Self
 
@@ -73,6 +73,25 @@ class Finished:
         return bool(self.sent or self.received or self.failed)
 
 
+def _side_channel(config: ConnectorConfig, secret: bytes | str | None) -> Fetch:
+    def fetch(
+        address: tuple[str, int], *, engine_id: str, ranks: list[Rank], timeout: float
+    ) -> Mapping[Rank, bytes]:
+        from pynixlkv import handshake
+
+        return handshake.fetch(
+            address,
+            engine_id=engine_id,
+            compatibility=config.compatibility,
+            ranks=ranks,
+            timeout=timeout,
+            secret=secret,
+            allow_insecure=config.allow_insecure,
+        ).hellos
+
+    return fetch
+
+
 class ConnectorWorker:
     """Receives and sends the KV blocks of one rank.
 
@@ -89,9 +108,11 @@ class ConnectorWorker:
         Sizes of the engine's parallel groups.
     config : ConnectorConfig
         Options.
-    fetch : Fetch
-        Gets hello bytes from another engine's side channel, for example
-        `pynixlkv.connector.fetcher`.
+    fetch : Fetch, optional
+        Gets hello bytes from another engine; by default from its
+        `pynixlkv.handshake.Handshake`.
+    secret : bytes or str, optional
+        As for `pynixlkv.handshake.fetch`, for the default `fetch`.
     clock : callable
         Seconds that only grow.
     background : bool
@@ -110,7 +131,8 @@ class ConnectorWorker:
         rank: Rank = (0, 0),
         shape: EngineShape | None = None,
         config: ConnectorConfig | None = None,
-        fetch: Fetch,
+        fetch: Fetch | None = None,
+        secret: bytes | str | None = None,
         clock: Callable[[], float] = time.monotonic,
         background: bool = True,
     ) -> None:
@@ -120,7 +142,7 @@ class ConnectorWorker:
         self._agent = agent
         self._reader = messages.Reader(engine_id, rank, shape)
         self._config = config or ConnectorConfig()
-        self._fetch = fetch
+        self._fetch = fetch or _side_channel(self._config, secret)
         self._clock = clock
         self._background = background
         self.stats = ConnectorStats()
@@ -137,7 +159,11 @@ class ConnectorWorker:
     # ---- once
 
     def register_kv_caches(
-        self, cache: KVCache, *, staging: HostStaging | None = None
+        self,
+        cache: KVCache,
+        *,
+        table_of: Mapping[str, int] | None = None,
+        staging: HostStaging | None = None,
     ) -> AgentMetadata:
         """Register the KV cache and begin to work.
 
@@ -145,6 +171,9 @@ class ConnectorWorker:
         ----------
         cache : KVCache
             All that this rank holds. Not registered if there is a `staging`.
+        table_of : mapping of str to int, optional
+            Which of the engine's block tables each group of the cache uses; the same in all
+            engines. By default the first group uses the first, and so on.
         staging : HostStaging, optional
             Host memory that the cache is staged in, where its own cannot be registered.
 
@@ -170,7 +199,13 @@ class ConnectorWorker:
         self._agent.register(landing)
         hello = self._agent.hello(moved, table.cache)
         this = Local(
-            self._agent, self._reader, moved.geometry, landing, hello, self._config.max_bytes
+            self._agent,
+            self._reader,
+            moved.geometry,
+            landing,
+            table_of or {group.name: i for i, group in enumerate(moved.geometry.groups)},
+            hello,
+            self._config.max_bytes,
         )
         self._executor = ThreadPoolExecutor(_NUM_HANDSHAKES, "pynixlkv-handshake")
         self._links = Links(
