@@ -616,14 +616,33 @@ def test_a_dropped_listener_warns_and_stops():
     assert not thread.is_alive()
 
 
-def test_open_files_do_not_grow():
+def test_a_call_leaves_no_file_and_no_thread_behind():
+    folders = [Path("/proc/self/fd"), Path("/proc/self/task")]
     with serve(secret=SECRET) as listener:
-        ask(listener, secret=SECRET)
+        before = [len(list(folder.iterdir())) for folder in folders]
         for _ in range(20):
             with pytest.raises(RankNotFound):
                 ask(listener, secret=SECRET, ranks=[(9, 9)])
-        context = next(iter(pynixlkv.handshake.client._contexts.values()))
-        assert not list(context._sockets or ())
+            with pytest.raises(HandshakeError):
+                ask(listener)
+        with pytest.raises(HandshakeTimeout):
+            ask(listener, secret=b"another", timeout=0.1)
+    after = [len(list(folder.iterdir())) for folder in folders]
+    assert all(a <= b for a, b in zip(after, before, strict=True))
+
+
+def test_no_more_sockets(monkeypatch):
+    make_context = zmq.Context
+
+    def small_context():
+        context = make_context()
+        context.max_sockets = 1
+        return context
+
+    with serve() as listener:
+        monkeypatch.setattr(zmq, "Context", small_context)
+        with pytest.raises(HandshakeError, match="can be opened: Too many open files"):
+            ask(listener)
 
 
 CHILD = """
