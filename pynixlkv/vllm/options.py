@@ -53,7 +53,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """
 
     engine: Literal["nixl", "ucx"] = "nixl"
-    backends: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1)] = ["UCX"]
+    backends: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1)] = msgspec.field(
+        default_factory=lambda: ["UCX"]
+    )
     backend_params: dict[str, str] = {}
     transfer_mode: Literal["pull", "push"] = "pull"
     side_channel_host: str = "127.0.0.1"

@@ -11,7 +11,6 @@ NIXL_API = NIXL.with_(env={"PYNIXLKV_NIXL_API": "1"})
 OURS = Connector("PyNixlKVConnector")
 """pynixlkv's; vLLM finds it by its entry point."""
 
-
-def ours(engine="nixl", mode="pull", **extra):
-    """pynixlkv's with options."""
-    return OURS.with_(extra={"engine": engine, "transfer_mode": mode, **extra})
+PUSH = OURS.with_(extra={"transfer_mode": "push"})
+UCX = OURS.with_(extra={"engine": "ucx"})
+UCX_PUSH = UCX.with_(extra={"transfer_mode": "push"})
