@@ -31,7 +31,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     transfer_mode : str
         ``"pull"`` or ``"push"``; the same on both sides.
     side_channel_host : str
-        Where the handshake listens, and where consumers reach it.
+        Where the handshake listens, and where consumers reach it: an address of this machine, no
+        wildcard.
     side_channel_port : int
         Its port, plus the data-parallel index; 0 for any free one.
     allow_insecure : bool
@@ -68,6 +69,13 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     engine_ttl: _Seconds = 3600.0
     max_leases: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 16384
     enforce_handshake_compat: bool = True
+
+    def __post_init__(self) -> None:
+        if self.side_channel_host in ("", "*", "0.0.0.0", "::"):
+            raise ConfigError(
+                f"side_channel_host is {self.side_channel_host!r}; expected an address of this "
+                "machine, because consumers are told to connect to it"
+            )
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> Options:
