@@ -44,6 +44,8 @@ class ConnectorConfig:
         Longest descriptor, see `pynixlkv.plan.TransferPlan`.
     compatibility : mapping of str to str
         What must be equal on both sides beyond what the geometries tell (model, attention backend).
+    allow_insecure : bool
+        Ask for metadata beyond loopback although there is no shared secret.
 
     Raises
     ------
@@ -62,6 +64,7 @@ class ConnectorConfig:
     partial_blocks: bool = True
     max_bytes: int | None = None
     compatibility: Mapping[str, str] = field(default_factory=dict)
+    allow_insecure: bool = False
 
     def __post_init__(self) -> None:
         if self.transfer_mode not in ("pull", "push"):

@@ -74,6 +74,25 @@ class Finished:
         return bool(self.sent or self.received or self.failed)
 
 
+def _side_channel(config: ConnectorConfig, secret: bytes | str | None) -> Fetch:
+    def fetch(
+        address: tuple[str, int], *, engine_id: str, ranks: list[Rank], timeout: float
+    ) -> Mapping[Rank, bytes]:
+        from pynixlkv import handshake
+
+        return handshake.fetch(
+            address,
+            engine_id=engine_id,
+            compatibility=config.compatibility,
+            ranks=ranks,
+            timeout=timeout,
+            secret=secret,
+            allow_insecure=config.allow_insecure,
+        ).hellos
+
+    return fetch
+
+
 class ConnectorWorker:
     """Receives and sends the KV blocks of one rank.
 
@@ -90,9 +109,11 @@ class ConnectorWorker:
         Sizes of the engine's parallel groups.
     config : ConnectorConfig
         Options.
-    fetch : Fetch
-        Gets hello bytes from another engine's side channel, for example
-        `pynixlkv.connector.fetcher`.
+    fetch : Fetch, optional
+        Gets hello bytes from another engine; by default from its
+        `pynixlkv.handshake.Handshake`.
+    secret : bytes or str, optional
+        As for `pynixlkv.handshake.fetch`, for the default `fetch`.
     clock : callable
         Seconds that only grow.
     background : bool
@@ -111,7 +132,8 @@ class ConnectorWorker:
         rank: Rank = (0, 0),
         shape: EngineShape | None = None,
         config: ConnectorConfig | None = None,
-        fetch: Fetch,
+        fetch: Fetch | None = None,
+        secret: bytes | str | None = None,
         clock: Callable[[], float] = time.monotonic,
         background: bool = True,
     ) -> None:
@@ -121,7 +143,7 @@ class ConnectorWorker:
         self._agent = agent
         self._reader = messages.Reader(engine_id, rank, shape)
         self._config = config or ConnectorConfig()
-        self._fetch = fetch
+        self._fetch = fetch or _side_channel(self._config, secret)
         self._clock = clock
         self._background = background
         self.stats = ConnectorStats()
