@@ -93,7 +93,10 @@ class ToyRank:
         for letter in "KH":
             if letter not in letters:
                 tensor, letters = tensor[None], letter + letters
-        return tensor.transpose([letters.index(letter) for letter in "BKHND"])
+        view: npt.NDArray[np.uint16] = tensor.transpose(
+            [letters.index(letter) for letter in "BKHND"]
+        )
+        return view
 
     def write(self, prompt: int, blocks: Sequence[int], tokens: range) -> None:
         """Compute the KV of some tokens, whose blocks are given from position 0 on."""
