@@ -120,7 +120,7 @@ def test_opaque_pages_do_not_plan_against_others():
     ours, _ = describe(config((names(0), spec)), {names(0)[0]: tensor(spec)}, is_opaque=True)
     theirs, _ = describe(config((names(0), other)), {names(0)[0]: tensor(other)}, is_opaque=True)
     TransferPlan(ours.geometry, ours.geometry)
-    with pytest.raises(ConfigError, match="indivisible|opaque"):
+    with pytest.raises(ConfigError, match=r"indivisible|opaque"):
         TransferPlan(ours.geometry, theirs.geometry)
 
 
