@@ -7,3 +7,11 @@ NIXL = Connector("NixlConnector")
 
 NIXL_API = NIXL.with_(env={"PYNIXLKV_NIXL_API": "1"})
 """vLLM's own, on `pynixlkv.nixl_api`."""
+
+OURS = Connector("PyNixlKVConnector")
+"""pynixlkv's; vLLM finds it by its entry point."""
+
+
+def ours(engine="nixl", mode="pull", **extra):
+    """pynixlkv's with options."""
+    return OURS.with_(extra={"engine": engine, "transfer_mode": mode, **extra})
