@@ -609,7 +609,8 @@ FAILURES = {
 
 @pytest.mark.parametrize("what", FAILURES)
 def test_failures_have_the_same_names(api, what):
-    a, b = connect(api, enable_prog_thread=False)  # which would keep a core busy in NIXL's package
+    # No progress thread: that of NIXL's package keeps a core busy.
+    a, b = connect(api, enable_prog_thread=False, capture_telemetry=True)
     mine, theirs = tuples(a.area, range(4)), tuples(b.area, range(4))
     scene = SimpleNamespace(
         agent=a.agent,
