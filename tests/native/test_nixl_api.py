@@ -471,6 +471,29 @@ def test_querying_files(api, tmp_path):
         agent.query_memory([(0, 0, 0, str(path))], "UCX", "FILE")
 
 
+@pytest.mark.parametrize("length", [0, BLOCK], ids=["whole file", "range"])
+def test_files(api, tmp_path, length):
+    agent = api.nixl_agent("a", api.nixl_agent_config(backends=["POSIX"]))
+    area = Area(BLOCK * 2, 1)
+    memory = agent.register_memory([(*row, "") for row in tuples(area, [0, 1])], "DRAM")
+    with (tmp_path / "file").open("w+b") as file:
+        number = file.fileno()
+        registered = agent.register_memory([(0, length, number, "")], "FILE")
+        in_file = agent.get_xfer_descs([(0, BLOCK, number)], "FILE")
+        for operation, block in (("WRITE", 0), ("READ", 1)):
+            in_memory = agent.get_xfer_descs(tuples(area, [block]), "DRAM")
+            handle = agent.initialize_xfer(operation, in_memory, in_file, "a")
+            agent.transfer(handle)
+            finish(agent, handle)
+            handle.release()
+        blocks = area.expected[64:-64].reshape(-1, BLOCK)
+        blocks[1] = blocks[0]
+        assert file.read() == blocks[0].tobytes()
+        agent.deregister_memory(registered)
+    agent.deregister_memory(memory)
+    area.check()
+
+
 def test_the_raw_agent(api):
     b = api.bindings
     config = b.nixlAgentConfig()
