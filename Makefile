@@ -83,6 +83,10 @@ VLLM_PIP := $(VLLM_PY) -m pip --disable-pip-version-check -q
 test-vllm: .venv-vllm/.installed  ## real vLLM engines, prefill and decode, on the CPU
 	.venv-vllm/bin/pytest tests/vllm --junitxml=build/pytest-vllm.xml
 
+.PHONY: bench-vllm
+bench-vllm: .venv-vllm/.installed  ## vLLM's connector and ours, between the same engines
+	$(VLLM_PY) -P bench/vllm_compare.py
+
 .PHONY: lint
 lint: build $(VENV)/.lint-deps  ## formatting, style, layers, docstrings, spelling
 	$(PY) -m ruff check
