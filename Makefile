@@ -85,7 +85,7 @@ test-vllm: .venv-vllm/.installed  ## real vLLM engines, prefill and decode, on t
 
 .PHONY: bench-vllm
 bench-vllm: .venv-vllm/.installed  ## vLLM's connector and ours, between the same engines
-	$(VLLM_PY) -P bench/vllm_compare.py
+	$(VLLM_PY) bench/vllm_compare.py
 
 .PHONY: lint
 lint: build $(VENV)/.lint-deps  ## formatting, style, layers, docstrings, spelling

@@ -22,7 +22,7 @@ sys.path[:0] = [
 ]
 
 import connectors  # noqa: E402
-from engines import Cluster, make_prompts, write_model  # noqa: E402
+from engines import Cluster, Connector, make_prompts, write_model  # noqa: E402
 from peers import Peer  # noqa: E402
 
 PROMPT, ROUNDS, IDLE_S = 300, 12, 5.0
@@ -43,7 +43,7 @@ def cpu_seconds(pids: list[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def measure(cluster: Cluster, connector: connectors.Connector) -> dict[str, float]:
+def measure(cluster: Cluster, connector: Connector) -> dict[str, float]:
     prefill, decode = cluster.prefill(connector), cluster.decode(connector)
     prompts = make_prompts([PROMPT] * (2 * ROUNDS + 2), 11)
 
