@@ -9,8 +9,8 @@ VENV := $(if $(filter dev,$(PRESET)),.venv,.venv-$(PRESET))
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -q
 IN_VENV := PATH="$(abspath $(VENV))/bin:$$PATH"
-# The C++ tests that need a UCX take the one of the libucx wheel, or of NIXL's.
-UCX = $(shell find $(VENV)/lib -name 'libucp.so.0' -o -name 'libucp-*.so*' | sort | tail -n 1)
+# The C++ tests that need a UCX take the one of the libucx wheel, or else of NIXL's.
+UCX = $(shell find $(VENV)/lib -name 'libucp.so.0' -o -name 'libucp-*.so*' | sort | head -n 1)
 CTEST = $(IN_VENV) PYNIXLKV_UCX_LIBRARY="$${PYNIXLKV_UCX_LIBRARY:-$(abspath $(UCX))}" ctest
 
 NATIVE_SOURCES := CMakeLists.txt CMakePresets.json pyproject.toml $(wildcard cmake/*.cmake) \
@@ -101,6 +101,8 @@ asan-tests: build $(VENV)/.test-deps
 		PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=8 \
 		$(PY) -m pytest $(wildcard tests/unit tests/native)
 
+# UCX patches functions of the C library that the sanitizer has patched: UCX_MEM_EVENTS=n in the
+# preset keeps it from that.
 .PHONY: tsan
 tsan: $(VENV)/.demo-deps  ## C++ tests under the thread sanitizer
 	$(IN_VENV) cmake --preset tsan

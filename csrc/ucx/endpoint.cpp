@@ -39,10 +39,10 @@ std::shared_ptr<Endpoint> Endpoint::create(std::shared_ptr<Worker> worker, std::
     return std::shared_ptr<Endpoint>(
         new Endpoint(std::move(worker), params,
                      errors == capi::kErrorPeer
-                         ? "no transport that both sides have reaches the peer with error "
-                           "handling; check UCX_TLS and UCX_NET_DEVICES of both"
-                         : "no transport that both sides have reaches the peer; check UCX_TLS and "
-                           "UCX_NET_DEVICES of both"));
+                         ? "no transport with error handling reaches the peer: does its process "
+                           "live, and do UCX_TLS and UCX_NET_DEVICES of both sides agree?"
+                         : "no transport reaches the peer: does its process live, and do UCX_TLS "
+                           "and UCX_NET_DEVICES of both sides agree?"));
 }
 
 std::shared_ptr<Endpoint> Endpoint::connect(std::shared_ptr<Worker> worker,

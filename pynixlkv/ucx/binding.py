@@ -90,7 +90,7 @@ def _unseal(magic: bytes, data: object, what: str) -> bytes:
     return payload
 
 
-def _describe(major: int, minor: int, release: int, is_big: bool) -> str:  # noqa: FBT001
+def _describe(major: int, minor: int, release: int, is_big: bool) -> str:
     return f"UCX {major}.{minor}.{release} on a {'big' if is_big else 'little'}-endian machine"
 
 
@@ -422,7 +422,7 @@ class Worker:
         Returns
         -------
         list of (bytes, bytes)
-            Header and data of each, in order per sender as long as ``MAX_EAGER_RAILS`` is 1, which is
+            Header and data of each; in order per sender while ``MAX_EAGER_RAILS`` is 1,
             UCX's default.
 
         Raises
@@ -443,7 +443,8 @@ class Endpoint:
     worker : Worker
         Of this side.
     address : bytes
-        `Worker.address` of the other side. Untrusted: verified before UCX sees it.
+        `Worker.address` of the other side. Damage is noticed before UCX sees it; a forgery is
+        not, so take it from a channel that you trust.
     on_failure : callable, optional
         Called once with UCX's name for what the connection died of, by a thread that makes
         progress on the worker, after that progress.
@@ -655,7 +656,7 @@ class RemoteKey:
     endpoint : Endpoint
         The connection to the worker's process.
     packed : bytes
-        `MemoryHandle.pack` of the other side. Untrusted: verified before UCX sees it.
+        `MemoryHandle.pack` of the other side; checked like an address.
 
     Raises
     ------
