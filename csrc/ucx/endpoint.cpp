@@ -147,16 +147,18 @@ void Endpoint::close() {
     params.flags = by_force ? capi::kCloseForce : 0;
     void* request = fn().ep_close_nbx(std::exchange(handle_, nullptr), &params);
     const auto number = reinterpret_cast<std::intptr_t>(request);
-    if (number <= 0 && number >= static_cast<std::intptr_t>(Status::kLast)) {
-        return;  // done, or refused: there is nothing else to try then
+    // Otherwise it is done, or refused: there is nothing else to try then.
+    if (number > 0 || number < static_cast<std::intptr_t>(Status::kLast)) {
+        const auto deadline =
+            std::chrono::steady_clock::now() +
+            (by_force ? std::chrono::milliseconds(kCloseDeadline) : kAskedCloseDeadline);
+        while (fn().request_check_status(request) == Status::kInProgress &&
+               std::chrono::steady_clock::now() < deadline) {
+            worker_->progress();
+        }
+        fn().request_free(request);
     }
-    const auto deadline = std::chrono::steady_clock::now() +
-                          (by_force ? std::chrono::milliseconds(kCloseDeadline) : kAskedCloseDeadline);
-    while (fn().request_check_status(request) == Status::kInProgress &&
-           std::chrono::steady_clock::now() < deadline) {
-        worker_->progress();
-    }
-    fn().request_free(request);
+    // Those that have ended let go of this endpoint, which they would keep alive for ever.
     (void)num_parked();
 }
 
