@@ -7,6 +7,7 @@ its stacks and ends.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib.util
 import multiprocessing.connection
@@ -73,6 +74,17 @@ class Peer(Channel):
 
     def resume(self):
         self.process.send_signal(signal.SIGCONT)
+
+    def last_words(self):
+        """Kill it, and return what it has sent and nobody has received; raises its failure."""
+        self.process.kill()
+        self.process.wait(DEADLINE_S)
+        said = []
+        with contextlib.suppress(EOFError, ConnectionError):
+            while self.has_data():
+                said.append(self.receive())
+        self.kill()
+        return said
 
     def kill(self):
         """Kill it and wait until it is gone."""
