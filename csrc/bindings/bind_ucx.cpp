@@ -8,6 +8,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -258,9 +259,9 @@ void bind_connections(py::module_& m) {
             },
             py::arg("timeout"), py::arg("spin"));
 
-    py::class_<PyEndpoint>(m, "UcxEndpoint")
+    py::class_<PyEndpoint, std::shared_ptr<PyEndpoint>>(m, "UcxEndpoint")
         .def(py::init([](const PyWorker& worker, const std::string& address) {
-                 return std::make_unique<PyEndpoint>(without_gil([&] {
+                 return std::make_shared<PyEndpoint>(without_gil([&] {
                      const auto inside = worker->enter();
                      return Endpoint::create(worker.ptr(), address);
                  }));
@@ -269,7 +270,7 @@ void bind_connections(py::module_& m) {
         .def_static(
             "connect",
             [](const PyWorker& worker, const std::string& ip, std::uint16_t port) {
-                return std::make_unique<PyEndpoint>(without_gil([&] {
+                return std::make_shared<PyEndpoint>(without_gil([&] {
                     const auto inside = worker->enter();
                     return Endpoint::connect(worker.ptr(), SocketAddress(ip, port));
                 }));
@@ -335,7 +336,8 @@ void bind_connections(py::module_& m) {
                         return accepted != nullptr;
                     });
                 });
-                return accepted ? std::make_unique<PyEndpoint>(std::move(accepted)) : nullptr;
+                return accepted ? std::optional(std::make_shared<PyEndpoint>(std::move(accepted)))
+                                : std::nullopt;
             },
             py::arg("timeout"))
         .def(

@@ -196,8 +196,8 @@ MemoryHandle::~MemoryHandle() {
 void MemoryHandle::advise(std::uint64_t offset, std::uint64_t length, capi::Advice advice) const {
     context_->process().require_here("a UCX context");
     capi::AdviseParams params{};
-    params.mask = capi::AdviseParams::kAddress | capi::AdviseParams::kLength |
-                  capi::AdviseParams::kAdvice;
+    params.mask =
+        capi::AdviseParams::kAddress | capi::AdviseParams::kLength | capi::AdviseParams::kAdvice;
     params.address = reinterpret_cast<void*>(address_ + offset);  // NOLINT
     params.length = length;
     params.advice = advice;

@@ -36,7 +36,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint>, LiveCounted<Endp
     /// Connect to a listener.
     [[nodiscard]] static std::shared_ptr<Endpoint> connect(std::shared_ptr<Worker> worker,
                                                            const SocketAddress& listener);
-    /// Accept what a listener of the worker was asked for; whatever happens, the request is used up.
+    /// Accept what a listener of the worker was asked for; whatever happens, the request is used
+    /// up.
     [[nodiscard]] static std::shared_ptr<Endpoint> accept(std::shared_ptr<Worker> worker,
                                                           capi::ConnectionRequest request);
     Endpoint(const Endpoint&) = delete;

@@ -11,7 +11,8 @@
 
 namespace pynixlkv::ucx {
 
-/// Listens on a socket address. Externally synchronised, see Worker, whose progress brings requests.
+/// Listens on a socket address. Externally synchronised, see Worker, whose progress brings
+/// requests.
 class Listener : LiveCounted<Listener> {
   public:
     static constexpr const char* kLiveName = "ucx.Listener";

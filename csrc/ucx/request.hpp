@@ -41,7 +41,8 @@ class Request : LiveCounted<Request> {
     /// @return whether it has ended well
     /// @throws UcxError when it has ended otherwise, Error TransferCancelled when it was given up
     [[nodiscard]] bool check() const;
-    /// Give it up unless it has ended. UCX is asked to take it back, which it can do with few kinds.
+    /// Give it up unless it has ended. UCX is asked to take it back, which it can do with few
+    /// kinds.
     void cancel();
 
   private:

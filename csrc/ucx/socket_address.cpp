@@ -27,9 +27,9 @@ SocketAddress::SocketAddress(const std::string& ip, std::uint16_t port) {
 }
 
 capi::SocketAddress SocketAddress::native() const noexcept {
-    return {reinterpret_cast<const sockaddr*>(&address_),
-            address_.ss_family == AF_INET ? socklen_t{sizeof(sockaddr_in)}
-                                          : socklen_t{sizeof(sockaddr_in6)}};
+    return {reinterpret_cast<const sockaddr*>(&address_), address_.ss_family == AF_INET
+                                                              ? socklen_t{sizeof(sockaddr_in)}
+                                                              : socklen_t{sizeof(sockaddr_in6)}};
 }
 
 std::uint16_t SocketAddress::port() const noexcept {

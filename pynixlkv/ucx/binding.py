@@ -460,7 +460,8 @@ class Endpoint:
 
     Notes
     -----
-    Returns before the peer is reached. Progress on both sides completes the connection.
+    Returns before the peer is reached; over TCP only with the setting ``TCP_CONN_NB=y``, otherwise
+    UCX waits for the peer's host. Progress on both sides completes the connection.
     """
 
     def __init__(

@@ -20,8 +20,9 @@ __all__ = ["UcxAgent"]
 
 # Settings that apply unless the environment has a UCX_ variable of the name. With error handling
 # UCX's rendezvous falls back to TCP between processes of one host, several times slower than what
-# it does otherwise.
-_DEFAULTS = {"RNDV_THRESH": "inf"}
+# it does otherwise. A blocking connect() would hold up all peers for minutes where one host drops
+# packets.
+_DEFAULTS = {"RNDV_THRESH": "inf", "TCP_CONN_NB": "y"}
 # Settings that apply whatever the environment says: notifications would overtake each other if
 # messages went out over several devices.
 _FIXED = {"MAX_EAGER_RAILS": "1"}

@@ -1,5 +1,5 @@
-// Two engines on UCX in one process, each with a thread of its own, over a real libucp: the one that
-// PYNIXLKV_UCX_LIBRARY names.
+// Two engines on UCX in one process, each with a thread of its own, over a real libucp: the one
+// that PYNIXLKV_UCX_LIBRARY names.
 #include <unistd.h>
 
 #include <algorithm>
@@ -73,9 +73,7 @@ struct Side {
         return engine->connect(other.name, other.incarnation, other.engine->metadata(),
                                other.spans);
     }
-    Row row(std::size_t block) const {
-        return {spans[0].row.address + block * kBlock, kBlock, 0};
-    }
+    Row row(std::size_t block) const { return {spans[0].row.address + block * kBlock, kBlock, 0}; }
     bool holds(std::size_t block, unsigned char value) const {
         return std::all_of(pool + block * kBlock, pool + (block + 1) * kBlock,
                            [value](unsigned char byte) { return byte == value; });
@@ -235,7 +233,8 @@ TEST_CASE("connections by socket address carry messages and end when the peer cl
 
 TEST_CASE("nothing is left alive") {
     for (const auto& [name, count] : LiveCounters::snapshot()) {
-        if (count != 0) std::printf("      %s: %lld\n", name.c_str(), static_cast<long long>(count));
+        if (count != 0)
+            std::printf("      %s: %lld\n", name.c_str(), static_cast<long long>(count));
         CHECK_EQ(count, 0);
     }
 }

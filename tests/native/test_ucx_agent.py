@@ -176,13 +176,15 @@ def test_memory_that_this_ucx_does_not_move_is_refused(make_agent):
 
 def test_settings_are_checked_and_shown(make_agent, monkeypatch):
     agent = make_agent("a", config={"TLS": "tcp"})
-    assert agent.config == {"RNDV_THRESH": "inf", "MAX_EAGER_RAILS": "1", "TLS": "tcp"}
+    settings = {"RNDV_THRESH": "inf", "TCP_CONN_NB": "y", "MAX_EAGER_RAILS": "1"}
+    assert agent.config == {**settings, "TLS": "tcp"}
     assert agent.transport == "UCX, UCX_TLS=tcp"
     assert agent.error_handling
     monkeypatch.setenv("UCX_RNDV_THRESH", "64k")
     monkeypatch.setenv("UCX_MAX_EAGER_RAILS", "2")
     # The order of notifications is not left to the environment.
-    assert make_agent("b").config == {"MAX_EAGER_RAILS": "1"}
+    del settings["RNDV_THRESH"]
+    assert make_agent("b").config == settings
     assert os.environ["UCX_MAX_EAGER_RAILS"] == "2"
     with pytest.raises(ConfigError, match="MAX_EAGER_RAILS must be '1'"):
         UcxAgent("c", config={"MAX_EAGER_RAILS": "2"})
