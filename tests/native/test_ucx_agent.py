@@ -49,9 +49,9 @@ def make_agent():
         agent.close()
 
 
-def own_pool(peer, config, takes_part):
+def own_pool(peer, options, takes_part):
     """An agent with a pool of allocated memory; does nothing with it unless it takes part."""
-    with UcxAgent("owner", config=config) as agent:
+    with UcxAgent("owner", **options) as agent:
         pool = agent.allocate((64, SIZE // 64))
         pool[:] = pattern(SIZE, 1).reshape(pool.shape)
         agent.register(pool)
@@ -68,10 +68,11 @@ def own_pool(peer, config, takes_part):
 
 @pytest.fixture
 def connect(start_peer, make_agent):
-    def start(config=None, *, takes_part=True):
-        owner = start_peer(own_pool, config, takes_part)
+    def start(config=None, *, takes_part=True, error_handling=True):
+        options = {"config": config, "error_handling": error_handling}
+        owner = start_peer(own_pool, options, takes_part)
         hello, there = owner.receive()
-        agent = make_agent("reader", config=config)
+        agent = make_agent("reader", **options)
         owner.send(agent.hello())
         assert owner.receive() == "connected"
         return owner, agent, agent.connect(hello), there
@@ -125,6 +126,18 @@ def test_the_death_of_an_owner_of_allocated_memory_is_noticed(connect):
         agent.read_descriptors(peer, rows(address(here), (0, SIZE)), rows(there, (0, SIZE))).wait(
             WAIT_S
         )
+
+
+def test_without_error_handling_nothing_notices_that_an_owner_of_allocated_memory_died(connect):
+    owner, agent, peer, there = connect(takes_part=False, error_handling=False)
+    here = np.zeros(SIZE, dtype=np.uint8)
+    agent.register(here)
+    owner.kill()
+    ends = rows(address(here), (0, SIZE)), rows(there, (0, SIZE))
+    agent.read_descriptors(peer, *ends).wait(WAIT_S)
+    assert np.array_equal(here, pattern(SIZE, 1))
+    agent.notify(peer, b"to nobody")
+    assert agent.is_alive(peer)
 
 
 def test_a_cache_in_allocated_memory_moves_by_plan(make_agent):
