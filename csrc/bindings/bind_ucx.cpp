@@ -8,6 +8,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -16,6 +17,7 @@
 #include "bindings/bind.hpp"
 #include "bindings/py_shared.hpp"
 #include "bindings/py_wait.hpp"
+#include "ucx/listener.hpp"
 #include "ucx/request.hpp"
 
 namespace pynixlkv::bindings {
@@ -29,6 +31,7 @@ using PyLibrary = Shared<const Library>;
 using PyContext = Shared<Context>;
 using PyMemory = Shared<MemoryHandle>;
 using PyKey = Shared<RemoteKey>;
+using PyListener = Shared<Listener>;
 using PyRequest = Shared<Request>;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
@@ -99,11 +102,7 @@ class PyWorker {
 /// An endpoint that closes with its Python object, whatever else holds on to it.
 class PyEndpoint {
   public:
-    PyEndpoint(const PyWorker& worker, const std::string& address)
-        : endpoint_(without_gil([&] {
-              const auto inside = worker->enter();
-              return Endpoint::create(worker.ptr(), address);
-          })) {}
+    explicit PyEndpoint(std::shared_ptr<Endpoint> endpoint) : endpoint_(std::move(endpoint)) {}
     PyEndpoint(PyEndpoint&&) = delete;
     ~PyEndpoint() {
         const py::gil_scoped_release unlocked;
@@ -180,6 +179,13 @@ void bind_memory(py::module_& m) {
              [](const PyMemory& self) {
                  return py::bytes(without_gil([&] { return self->pack(); }));
              })
+        .def(
+            "advise",
+            [](const PyMemory& self, std::uint64_t offset, std::uint64_t length, bool will_need) {
+                self->advise(offset, length,
+                             will_need ? capi::kAdviceWillNeed : capi::kAdviceNormal);
+            },
+            py::arg("offset"), py::arg("length"), py::arg("will_need"), NoGil())
         .def_property_readonly("address", [](const PyMemory& self) { return self->address(); })
         .def_property_readonly("nbytes", [](const PyMemory& self) { return self->length(); })
         .def_buffer([](const PyMemory& self) {
@@ -222,6 +228,20 @@ void bind_connections(py::module_& m) {
         .def("take", &PyWorker::take, py::arg("id"), py::arg("timeout"));
 
     py::class_<PyRequest>(m, "UcxRequest")
+        .def_property_readonly("is_done",
+                               [](const PyRequest& self) {
+                                   return without_gil([&] {
+                                       const auto inside = self->endpoint()->worker()->enter();
+                                       return self->is_done();
+                                   });
+                               })
+        .def(
+            "cancel",
+            [](const PyRequest& self) {
+                const auto inside = self->endpoint()->worker()->enter();
+                self->cancel();
+            },
+            NoGil())
         .def(
             "check",
             [](const PyRequest& self) {
@@ -239,11 +259,23 @@ void bind_connections(py::module_& m) {
             },
             py::arg("timeout"), py::arg("spin"));
 
-    py::class_<PyEndpoint>(m, "UcxEndpoint")
+    py::class_<PyEndpoint, std::shared_ptr<PyEndpoint>>(m, "UcxEndpoint")
         .def(py::init([](const PyWorker& worker, const std::string& address) {
-                 return std::make_unique<PyEndpoint>(worker, address);
+                 return std::make_shared<PyEndpoint>(without_gil([&] {
+                     const auto inside = worker->enter();
+                     return Endpoint::create(worker.ptr(), address);
+                 }));
              }),
              py::arg("worker"), py::arg("address"))
+        .def_static(
+            "connect",
+            [](const PyWorker& worker, const std::string& ip, std::uint16_t port) {
+                return std::make_shared<PyEndpoint>(without_gil([&] {
+                    const auto inside = worker->enter();
+                    return Endpoint::connect(worker.ptr(), SocketAddress(ip, port));
+                }));
+            },
+            py::arg("worker"), py::arg("ip"), py::arg("port"))
         .def(
             "flush",
             [](const PyEndpoint& self) {
@@ -284,6 +316,37 @@ void bind_connections(py::module_& m) {
                 return self->num_parked();
             });
         });
+
+    py::class_<PyListener>(m, "UcxListener")
+        .def(py::init([](const PyWorker& worker, const std::string& ip, std::uint16_t port) {
+                 return PyListener(without_gil([&] {
+                     const auto inside = worker->enter();
+                     return Listener::create(worker.ptr(), SocketAddress(ip, port));
+                 }));
+             }),
+             py::arg("worker"), py::arg("ip"), py::arg("port"))
+        .def_property_readonly("port", [](const PyListener& self) { return self->port(); })
+        .def(
+            "accept",
+            [](const PyListener& self, double timeout) {
+                std::shared_ptr<Endpoint> accepted;
+                wait_in_slices(timeout, [&](TimePoint until) {
+                    return self->worker()->progress_until(until, false, [&] {
+                        accepted = self->accept();
+                        return accepted != nullptr;
+                    });
+                });
+                return accepted ? std::optional(std::make_shared<PyEndpoint>(std::move(accepted)))
+                                : std::nullopt;
+            },
+            py::arg("timeout"))
+        .def(
+            "close",
+            [](const PyListener& self) {
+                const auto inside = self->worker()->enter();
+                self->close();
+            },
+            NoGil());
 
     py::class_<PyKey>(m, "UcxRemoteKey")
         .def(py::init([](const PyEndpoint& endpoint, const std::string& packed) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pynixlkv.ucx.binding import (
     Context,
     Endpoint,
+    Listener,
     MemoryHandle,
     RemoteKey,
     Request,
@@ -19,6 +20,7 @@ from pynixlkv.ucx.engine import UcxAgent
 __all__ = [
     "Context",
     "Endpoint",
+    "Listener",
     "MemoryHandle",
     "RemoteKey",
     "Request",
