@@ -240,6 +240,19 @@ class UcxRequest:
     def check(self) -> bool: ...
     def wait(self, timeout: float, spin: bool) -> bool: ...
 
+class UcxBatch:
+    def __init__(
+        self,
+        local: UcxMemory,
+        key: UcxRemoteKey,
+        remote: int,
+        places: NDArray[np.uint64],
+        length: int,
+        is_get: bool,
+        window: int,
+    ) -> None: ...
+    def wait(self, timeout: float, spin: bool) -> bool: ...
+
 def ucx_move(
     local: UcxMemory, offset: int, key: UcxRemoteKey, remote: int, length: int, is_get: bool
 ) -> UcxRequest: ...
