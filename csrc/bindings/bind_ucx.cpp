@@ -145,7 +145,7 @@ using PlaceArray = py::array_t<std::uint64_t, py::array::c_style>;
 
 Shared<Batch> make_batch(const PyMemory& local, const PyKey& key, std::uint64_t remote,
                          const PlaceArray& array, std::uint64_t length, bool is_get,
-                         std::size_t window) {
+                         std::size_t window, bool is_timed) {
     if (array.ndim() != 2 || array.shape(1) != 2) {
         throw Error("ConfigError", "places must be a uint64 array of shape (n, 2)");
     }
@@ -156,7 +156,7 @@ Shared<Batch> make_batch(const PyMemory& local, const PyKey& key, std::uint64_t 
     return Shared<Batch>(without_gil([&] {
         const auto inside = key->endpoint()->worker()->enter();
         return std::make_shared<Batch>(local.ptr(), key.ptr(), remote, std::move(places), length,
-                                       is_get, window);
+                                       is_get, window, is_timed);
     }));
 }
 
@@ -231,6 +231,14 @@ void bind_connections(py::module_& m) {
                 return self->progress();
             },
             NoGil())
+        .def(
+            "spin",
+            [](const PyWorker& self, double seconds) {
+                (void)wait_in_slices(seconds, [&](TimePoint until) {
+                    return self->progress_until(until, true, [] { return false; });
+                });
+            },
+            py::arg("seconds"))
         .def(
             "arm",
             [](const PyWorker& self) {
@@ -328,7 +336,14 @@ void bind_connections(py::module_& m) {
 
     py::class_<Shared<Batch>>(m, "UcxBatch")
         .def(py::init(&make_batch), py::arg("local"), py::arg("key"), py::arg("remote"),
-             py::arg("places"), py::arg("length"), py::arg("is_get"), py::arg("window"))
+             py::arg("places"), py::arg("length"), py::arg("is_get"), py::arg("window"),
+             py::arg("is_timed"))
+        .def("times",
+             [](const Shared<Batch>& self) {
+                 const auto& times = self->times();
+                 return py::array_t<std::int64_t>(static_cast<py::ssize_t>(times.size()),
+                                                  times.data());
+             })
         .def(
             "wait",
             [](const Shared<Batch>& self, double timeout, bool spin) {

@@ -2,6 +2,7 @@
 /// Many pieces of the same length moved as one.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -23,9 +24,10 @@ class Batch {
   public:
     /// @param remote address at the peer from which the offsets count
     /// @param window most pieces under way at a time, at least 1
+    /// @param is_timed whether to note when each piece is posted
     Batch(const std::shared_ptr<MemoryHandle>& local, std::shared_ptr<RemoteKey> key,
           std::uint64_t remote, std::vector<Place> places, std::uint64_t length, bool is_get,
-          std::size_t window)
+          std::size_t window, bool is_timed)
         : local_(local),
           key_(std::move(key)),
           remote_(remote),
@@ -33,10 +35,13 @@ class Batch {
           length_(length),
           is_get_(is_get),
           window_(window),
+          is_timed_(is_timed),
           request_(Request::start(key_->endpoint(), is_get ? "ucp_get_nbx" : "ucp_put_nbx",
                                   {local_, key_},
                                   [this](Completion& completion) { completion_ = &completion; })) {}
 
+    /// When each piece was posted, and when all had ended, in nanoseconds of the steady clock.
+    [[nodiscard]] const std::vector<std::int64_t>& times() const noexcept { return times_; }
     [[nodiscard]] Worker& worker() const noexcept { return *key_->endpoint()->worker(); }
 
     /// Post what the window has room for.
@@ -47,6 +52,7 @@ class Batch {
         for (; next_ < places_.size() && completion_->pending() < window_ &&
                completion_->status() == Status::kOk;
              ++next_) {
+            note_time();
             const Place& place = places_[next_];
             // NOLINTNEXTLINE(performance-no-int-to-ptr)
             auto* local = reinterpret_cast<char*>(local_->address() + place.local);
@@ -61,6 +67,9 @@ class Batch {
         if (!request_->check() || next_ < places_.size()) {
             return false;
         }
+        if (times_.size() == places_.size()) {
+            note_time();
+        }
         if (!is_get_ && !is_flushed_) {
             is_flushed_ = true;
             endpoint.flush(*completion_);
@@ -70,6 +79,14 @@ class Batch {
     }
 
   private:
+    void note_time() {
+        if (is_timed_) {
+            times_.push_back(std::chrono::nanoseconds(
+                                 std::chrono::steady_clock::now().time_since_epoch())
+                                 .count());
+        }
+    }
+
     const std::shared_ptr<MemoryHandle> local_;
     const std::shared_ptr<RemoteKey> key_;
     const std::uint64_t remote_;
@@ -77,8 +94,10 @@ class Batch {
     const std::uint64_t length_;
     const bool is_get_;
     const std::size_t window_;
+    const bool is_timed_;
     Completion* completion_ = nullptr;  // of the request
     const std::shared_ptr<Request> request_;
+    std::vector<std::int64_t> times_;
     std::size_t next_ = 0;
     bool is_flushed_ = false;
 };

@@ -11,7 +11,7 @@ import tempfile
 import time
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -64,7 +64,7 @@ class _Process:
                 start_new_session=True,
                 env={**os.environ, **spec.environment},
             )
-        self.send(spec)
+        self.send(cast("msgspec.Struct", spec))
 
     def send(self, message: msgspec.Struct) -> None:
         # A process that is gone is reported where its reply is missed.

@@ -30,6 +30,14 @@ class Batch:
         self._native = native
         self._worker = remote.endpoint.worker
 
+    @property
+    def piece_times(self) -> npt.NDArray[np.float64]:
+        """Seconds from the post of each piece to that of the next, or to the end; if timed.
+
+        With a window of 1 that is how long each took.
+        """
+        return np.diff(self._native.times()) * 1e-9
+
     def wait(self, timeout: float = 30.0, *, spin: bool = False) -> None:
         """Move the pieces and wait for the end of the last; of puts, at the peer.
 
@@ -60,6 +68,7 @@ def get_batch(
     nbytes: int,
     *,
     window: int = 64,
+    timed: bool = False,
 ) -> Batch:
     """Prepare to copy pieces of a peer's memory into local memory; as many `get_nbx`.
 
@@ -75,6 +84,8 @@ def get_batch(
         Length of each piece.
     window : int
         Most pieces under way at a time, at least 1.
+    timed : bool
+        Whether to note when each piece is posted, for `Batch.piece_times`.
 
     Returns
     -------
@@ -88,7 +99,7 @@ def get_batch(
     ClosedError
         If memory or endpoint are closed.
     """
-    return _make(local, remote, places, nbytes, window, is_get=True)
+    return _make(local, remote, places, nbytes, window, timed, is_get=True)
 
 
 def put_batch(
@@ -98,9 +109,10 @@ def put_batch(
     nbytes: int,
     *,
     window: int = 64,
+    timed: bool = False,
 ) -> Batch:
     """Prepare to copy local pieces into a peer's memory; as `get_batch`."""
-    return _make(local, remote, places, nbytes, window, is_get=False)
+    return _make(local, remote, places, nbytes, window, timed, is_get=False)
 
 
 def _make(
@@ -109,6 +121,7 @@ def _make(
     places: npt.ArrayLike,
     nbytes: int,
     window: int,
+    timed: bool,
     *,
     is_get: bool,
 ) -> Batch:
@@ -134,5 +147,6 @@ def _make(
         nbytes,
         is_get,
         window,
+        timed,
     )
     return Batch(native, remote)

@@ -13,13 +13,16 @@ from pynixlkv.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["TRANSPORTS", "Case", "Fault", "Series", "Transport", "make_cases"]
+__all__ = ["TRANSPORTS", "Case", "Fault", "Operation", "Series", "Transport", "make_cases"]
+
+Operation = Literal["get", "put"]
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _TOTAL_BYTES = 64 * _MIB
-_MOST_PIECES = 4096
-_FEWEST_PIECES = 4
-_LATENCY_PIECES = 500
+_MOST_PIECES, _FEWEST_PIECES = 1024, 8
+# On a busy machine each of these can wait for the other process to get its turn.
+_MOST_LATENCY_PIECES = 256
+_MOST_UNDER_WAY = 64 * _MIB
 
 
 class Series(str, Enum):
@@ -99,7 +102,7 @@ class Case(msgspec.Struct, frozen=True):
     """
 
     transport: str
-    operation: Literal["get", "put"]
+    operation: Operation
     pattern: Literal["repeated", "scattered"]
     piece_bytes: int
     count: int
@@ -131,7 +134,8 @@ class Case(msgspec.Struct, frozen=True):
             if self.piece_bytes >= _MIB
             else f"{self.piece_bytes // _KIB} KiB"
         )
-        return f"{self.transport} {self.operation} {self.pattern} {size} window {self.window}"
+        what = f"window {self.window}" if self.pattern == "repeated" else "scattered"
+        return f"{self.transport}: {self.operation} {size}, {what}"
 
 
 def make_cases(
@@ -179,8 +183,7 @@ def make_cases(
         scattered = tuple(s for s in transport.scattered if s in series)
         if Series.perftest in repeated:
             for operation, size, window in _repeated_points(quick=quick):
-                is_latency = window == 1
-                count = _LATENCY_PIECES if is_latency else _count(size)
+                count = min(_count(size), _MOST_LATENCY_PIECES if window == 1 else _MOST_PIECES)
                 cases.append(
                     Case(name, operation, "repeated", size, count, window, repeated, fault=fault)
                 )
@@ -197,28 +200,24 @@ def _count(size: int) -> int:
     return max(_FEWEST_PIECES, min(_MOST_PIECES, _TOTAL_BYTES // size))
 
 
-def _repeated_points(*, quick: bool) -> list[tuple[Literal["get", "put"], int, int]]:
+def _repeated_points(*, quick: bool) -> list[tuple[Operation, int, int]]:
     """Return operation, bytes and window."""
     if quick:
-        return [("get", 4 * _KIB, 1), ("get", 64 * _KIB, 32), ("put", _MIB, 32)]
+        return [("get", 4 * _KIB, 1), ("get", 64 * _KIB, 1), ("put", _MIB, 16)]
     sizes = [4 * _KIB, 16 * _KIB, 64 * _KIB, _MIB, 16 * _MIB, 64 * _MIB]
-    # UCX's put latency is a ping-pong of two programs, which there is nothing to compare with.
-    latency: list[tuple[Literal["get", "put"], int, int]] = [
-        ("get", size, 1) for size in sizes if size <= _MIB
-    ]
-    operations: tuple[Literal["get"], Literal["put"]] = ("get", "put")
-    return latency + [
+    operations: tuple[Operation, ...] = ("get", "put")
+    return [
         (operation, size, window)
         for operation in operations
+        for window in (1, 16)
         for size in sizes
-        for window in (4, 64)
-        if size * window <= 256 * _MIB
+        if size * window <= _MOST_UNDER_WAY
     ]
 
 
-def _scattered_points(*, quick: bool) -> list[tuple[Literal["get", "put"], int]]:
+def _scattered_points(*, quick: bool) -> list[tuple[Operation, int]]:
     """Return operation and bytes."""
     if quick:
         return [("get", 16 * _KIB)]
     sizes = [4 * _KIB, 16 * _KIB, 64 * _KIB, _MIB]
-    return [("get", size) for size in sizes] + [("put", 16 * _KIB)]
+    return [*(("get", size) for size in sizes), ("put", 16 * _KIB)]

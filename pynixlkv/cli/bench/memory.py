@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Memory", "contents"]
 
-_PAGE_BYTES = 4096
+_HUGE_BYTES = 2 << 20
 _TORCH = "torch:"
 
 
@@ -65,9 +66,12 @@ class Memory:
             self._array = array.view(np.uint8)
             self.address = int(array.ctypes.data)
         else:
-            # At the start of a page, as the pools of allocators are.
-            raw = np.zeros(nbytes + _PAGE_BYTES, dtype=np.uint8)
-            start = -raw.ctypes.data % _PAGE_BYTES
+            # On huge pages where the system gives them, as large pools are, and ucx_perftest's.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            pages = mmap.mmap(-1, (nbytes // _HUGE_BYTES + 2) * _HUGE_BYTES, flags=flags)
+            pages.madvise(mmap.MADV_HUGEPAGE)
+            raw = np.frombuffer(pages, dtype=np.uint8)
+            start = -raw.ctypes.data % _HUGE_BYTES
             self._array = raw[start : start + nbytes]
             self.address = int(self._array.ctypes.data)
 

@@ -26,6 +26,9 @@ __all__ = ["InitiatorHalf", "TargetHalf", "find_nixl_python", "has_target"]
 
 _TIMEOUT_S = 60.0
 _TARGET_SEED, _INITIATOR_SEED, _ORDER_SEED = 1, 2, 3
+# How long a target takes part before it looks for the next command.
+_TURN_S = 1e-3
+_CALLS_PER_TURN = 100
 _NIXL_PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
 
 
@@ -73,7 +76,7 @@ class Target(Protocol):
         ...
 
     def progress(self) -> bool:
-        """Take part once; False if that is never needed."""
+        """Take part for a moment; False if that is never needed."""
         ...
 
     def close(self) -> None:
@@ -85,8 +88,9 @@ class Initiator(Protocol):
 
     memory: Memory
 
-    def run(self) -> None:
-        """Move everything once and return when it has arrived."""
+    def run(self) -> float:
+        """Move everything once and return, when it has arrived, how many seconds that took."""
+        ...
 
     def close(self) -> None:
         """Give everything back."""
@@ -114,7 +118,7 @@ class _BindingTarget(_BindingSide):
 
     def progress(self) -> bool:
         # As the other end of ucx_perftest does: what UCX emulates needs the target's processor.
-        self._worker.progress()
+        self._worker.spin(_TURN_S)
         return True
 
     def close(self) -> None:
@@ -132,12 +136,21 @@ class _BindingInitiator(_BindingSide):
         self._places = _places(case)
         self._make = get_batch if case.operation == "get" else put_batch
 
-    def run(self) -> None:
+    def run(self) -> float:
         case = self._case
+        started = time.perf_counter()
         batch = self._make(
-            self._mapped, self._key, self._places, case.piece_bytes, window=case.window
+            self._mapped,
+            self._key,
+            self._places,
+            case.piece_bytes,
+            window=case.window,
+            timed=case.is_latency,
         )
         batch.wait(_TIMEOUT_S, spin=True)
+        if case.is_latency:
+            return float(np.median(batch.piece_times)) * case.count
+        return time.perf_counter() - started
 
     def close(self) -> None:
         self._endpoint.close()
@@ -193,8 +206,10 @@ class _AgentInitiator(_AgentSide):
         agent = self._agent
         self._move = agent.read_descriptors if case.operation == "get" else agent.write_descriptors
 
-    def run(self) -> None:
+    def run(self) -> float:
+        started = time.perf_counter()
         self._move(self._peer, self._local, self._remote, timeout=_TIMEOUT_S).wait()
+        return time.perf_counter() - started
 
 
 def find_nixl_python() -> str | None:
@@ -242,7 +257,8 @@ class _NixlPythonTarget(_NixlPythonSide):
         return msgspec.msgpack.encode(_Offer(self.memory.address, parts))
 
     def progress(self) -> bool:
-        self._agent.get_new_notifs()
+        for _ in range(_CALLS_PER_TURN):
+            self._agent.get_new_notifs()
         return True
 
 
@@ -257,8 +273,9 @@ class _NixlPythonInitiator(_NixlPythonSide):
         self._indices = np.arange(case.count, dtype=np.int32)
         self._operation = "READ" if case.operation == "get" else "WRITE"
 
-    def run(self) -> None:
+    def run(self) -> float:
         agent = self._agent
+        started = time.perf_counter()
         handle = agent.make_prepped_xfer(
             self._operation, self._local, self._indices, self._remote, self._indices
         )
@@ -268,6 +285,7 @@ class _NixlPythonInitiator(_NixlPythonSide):
         agent.release_xfer_handle(handle)
         if state != "DONE":
             raise RunError(f"NIXL's transfer ended in state {state}")
+        return time.perf_counter() - started
 
     def close(self) -> None:
         self._agent.release_dlist_handle(self._local)
@@ -285,8 +303,10 @@ class _Memcpy:
         source.put(_content(case, _TARGET_SEED))
         self._copy = self.memory.make_copier(source, _order(case), case.piece_bytes)
 
-    def run(self) -> None:
+    def run(self) -> float:
+        started = time.perf_counter()
         self._copy()
+        return time.perf_counter() - started
 
     def close(self) -> None:
         pass
@@ -392,16 +412,15 @@ class InitiatorHalf:
         Returns
         -------
         seconds : float
-            How long it took.
+            How long it took; where each piece waits for the one before it, the median piece times
+            their number.
         wrong_bytes : int
             Bytes that differ.
         """
         memory = self._mover.memory
         if compare and self._is_read:
             memory.clear()
-        started = time.perf_counter()
-        self._mover.run()
-        seconds = time.perf_counter() - started
+        seconds = self._mover.run()
         if spoil:
             memory.corrupt()
         return seconds, memory.count_wrong(self._expected) if compare else 0

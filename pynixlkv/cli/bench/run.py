@@ -111,6 +111,7 @@ class SeriesReport:
 class CaseReport:
     """One case and what each of its series took."""
 
+    name: str
     transport: str
     operation: str
     pattern: str
@@ -311,6 +312,7 @@ class _Measurement:
         case = self._case
         limit = case.series[0]
         return CaseReport(
+            name=case.describe(),
             transport=case.transport,
             operation=case.operation,
             pattern=case.pattern,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import sys
 import traceback
+from collections import Counter
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Side", "main"]
 
-# Looking for the next command takes as long as some calls of progress.
-_CALLS_PER_LOOK = 256
 _SPOILED_RUN = 10
 
 
@@ -53,7 +52,7 @@ class Side:
         self._initiators: dict[Series, InitiatorHalf] = {}
         self._serving: TargetHalf | None = None
         self._fault: Fault | None = None
-        self._num_runs = 0
+        self._num_runs: Counter[str] = Counter()
 
     def obey(self, command: Message) -> msgspec.Struct:
         """Carry out a command.
@@ -116,9 +115,9 @@ class Side:
 
     def _run(self, command: Run) -> Ran:
         """Move once; a failure is part of the result."""
-        self._num_runs += 1
+        self._num_runs[command.series] += 1
         try:
-            if self._fault is Fault.run and self._num_runs % _SPOILED_RUN == 0:
+            if self._fault is Fault.run and self._num_runs[command.series] % _SPOILED_RUN == 0:
                 raise RunError("this run fails on purpose")
             seconds, wrong_bytes = self._initiators[Series(command.series)].run(
                 compare=command.compare,
@@ -135,8 +134,7 @@ def _serve(connection: Connection) -> None:
     try:
         while True:
             while not connection.poll(0) and side.progress():
-                for _ in range(_CALLS_PER_LOOK):
-                    side.progress()
+                pass
             command = decode(connection.recv_bytes())
             if isinstance(command, Finish):
                 break
