@@ -66,6 +66,13 @@ def _content(case: Case, seed: int) -> npt.NDArray[np.uint8]:
     return contents(case.memory_bytes, seed)
 
 
+def _target_content(series: Series, case: Case) -> npt.NDArray[np.uint8]:
+    """Return what is read from the target."""
+    if series is Series.binding_unwritten:
+        return np.zeros(case.memory_bytes, dtype=np.uint8)
+    return _content(case, _TARGET_SEED)
+
+
 class Target(Protocol):
     """The side that is read from or written to."""
 
@@ -314,6 +321,7 @@ class _Memcpy:
 
 _TARGETS: dict[Series, Callable[[Case], Target]] = {
     Series.binding: _BindingTarget,
+    Series.binding_unwritten: _BindingTarget,
     Series.ucx: lambda case: _AgentTarget(Series.ucx, case),
     Series.ucx_allocated: lambda case: _AgentTarget(Series.ucx_allocated, case),
     Series.nixl: lambda case: _AgentTarget(Series.nixl, case),
@@ -321,6 +329,7 @@ _TARGETS: dict[Series, Callable[[Case], Target]] = {
 }
 _INITIATORS: dict[Series, Callable[[Case, _Offer], Initiator]] = {
     Series.binding: _BindingInitiator,
+    Series.binding_unwritten: _BindingInitiator,
     Series.ucx: lambda case, offer: _AgentInitiator(Series.ucx, case, offer),
     Series.ucx_allocated: lambda case, offer: _AgentInitiator(Series.ucx_allocated, case, offer),
     Series.nixl: lambda case, offer: _AgentInitiator(Series.nixl, case, offer),
@@ -352,8 +361,10 @@ class TargetHalf:
     def __init__(self, series: Series, case: Case) -> None:
         self._case = case
         self._target = _TARGETS[series](case)
-        self._expected = _content(case, _TARGET_SEED)
-        if _is_read(series, case):
+        self._expected = _target_content(series, case)
+        if series is Series.binding_unwritten:
+            pass
+        elif _is_read(series, case):
             self._target.memory.put(self._expected)
         else:
             pieces = np.empty((case.memory_bytes // case.piece_bytes, case.piece_bytes), np.uint8)
@@ -391,7 +402,7 @@ class InitiatorHalf:
             self._mover = _INITIATORS[series](case, msgspec.msgpack.decode(offer, type=_Offer))
         self._expected = _content(case, _INITIATOR_SEED)
         if self._is_read:
-            pieces = _content(case, _TARGET_SEED).reshape(-1, case.piece_bytes)
+            pieces = _target_content(series, case).reshape(-1, case.piece_bytes)
             order = _order(case)
             self._expected = pieces[order if case.pattern == "scattered" else 0].reshape(-1)
             self._mover.memory.clear()

@@ -15,6 +15,7 @@ import numpy as np
 
 from pynixlkv import _loader
 from pynixlkv.cli.bench.cases import TRANSPORTS, Case, Fault, Series, make_cases
+from pynixlkv.cli.bench.memory import small_pages
 from pynixlkv.cli.bench.messages import (
     Close,
     Done,
@@ -237,9 +238,12 @@ def run_cases(
     reports: list[CaseReport] = []
     for transport, group in groupby(cases, key=lambda case: case.transport):
         specs = [SideSpec(name, transport, timeout_s) for name in (_TARGET, _INITIATOR)]
-        with ProcessGroup(
-            "pynixlkv.cli.bench.side", decode, specs, timeout_s, lambda *_: None
-        ) as sides:
+        with (
+            small_pages(),
+            ProcessGroup(
+                "pynixlkv.cli.bench.side", decode, specs, timeout_s, lambda *_: None
+            ) as sides,
+        ):
             for case in group:
                 on_progress(case.describe(), len(reports), len(cases))
                 reports.append(_Measurement(sides, case, rounds).report())
