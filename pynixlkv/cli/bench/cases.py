@@ -19,10 +19,9 @@ Operation = Literal["get", "put"]
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _TOTAL_BYTES = 64 * _MIB
-_MOST_PIECES, _FEWEST_PIECES = 1024, 8
+_MOST_PIECES, _FEWEST_PIECES = 1024, 4
 # On a busy machine each of these can wait for the other process to get its turn.
 _MOST_LATENCY_PIECES = 256
-_MOST_UNDER_WAY = 64 * _MIB
 
 
 class Series(str, Enum):
@@ -92,7 +91,10 @@ TRANSPORTS = {
     "sysv": Transport("sysv,tcp", scattered=_SHARED),
     "posix": Transport("posix,tcp", scattered=_SHARED),
     "self": Transport("self", absent=_NEEDS_TRUST),
-    "cuda_ipc": Transport("cuda_ipc", absent="measured by bench/gpu.py"),
+    "cuda_ipc": Transport(
+        "cuda_ipc,cuda_copy,cma,tcp",
+        absent="needs memory of a GPU; bench/gpu.py of the sources measures it (make gpu)",
+    ),
     "rc": Transport("rc,tcp", _REPEATED, _SCATTERED),
 }
 
@@ -140,7 +142,12 @@ class Case(msgspec.Struct, frozen=True):
             else f"{self.piece_bytes // _KIB} KiB"
         )
         what = f"window {self.window}" if self.pattern == "repeated" else "scattered"
-        return f"{self.transport}: {self.operation} {size}, {what}"
+        name = f"{self.transport}: {self.operation} {size}, {what}"
+        ends = [
+            device.removeprefix("torch:") for device in (self.initiator_device, self.target_device)
+        ]
+        arrow = "<-" if self.operation == "get" else "->"
+        return name if set(ends) == {"cpu"} else f"{name}, {ends[0]} {arrow} {ends[1]}"
 
 
 def make_cases(
@@ -215,15 +222,10 @@ def _repeated_points(*, quick: bool) -> list[tuple[Operation, int, int]]:
     """Return operation, bytes and window."""
     if quick:
         return [("get", 4 * _KIB, 1), ("get", 64 * _KIB, 1), ("put", _MIB, 16)]
-    sizes = [4 * _KIB, 16 * _KIB, 64 * _KIB, _MIB, 16 * _MIB, 64 * _MIB]
+    points = [(size, 1) for size in (4 * _KIB, 16 * _KIB, 64 * _KIB, _MIB, 64 * _MIB)]
+    points += [(size, 16) for size in (4 * _KIB, 64 * _KIB, _MIB)]
     operations: tuple[Operation, ...] = ("get", "put")
-    return [
-        (operation, size, window)
-        for operation in operations
-        for window in (1, 16)
-        for size in sizes
-        if size * window <= _MOST_UNDER_WAY
-    ]
+    return [(operation, *point) for operation in operations for point in points]
 
 
 def _scattered_points(*, quick: bool) -> list[tuple[Operation, int]]:

@@ -161,7 +161,11 @@ class Memory:
         import torch
 
         index = torch.from_numpy(places).to(self._tensor.device)
-        remote, local = (m._tensor.view(-1, piece_bytes) for m in (source, self))
+        # Words: of bytes torch would copy one at a time.
+        words = torch.int64 if piece_bytes % 8 == 0 else torch.uint8
+        remote, local = (
+            m._tensor.view(words).view(len(m._tensor) // piece_bytes, -1) for m in (source, self)
+        )
 
         def copy() -> None:
             torch.index_select(remote, 0, index, out=local)

@@ -34,8 +34,8 @@ class SideSpec(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Settings of UCX for the transport."""
-        return TRANSPORTS[self.transport].environment
+        """Settings of UCX for the transport; none for ``"all"``."""
+        return {} if self.transport == "all" else TRANSPORTS[self.transport].environment
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):

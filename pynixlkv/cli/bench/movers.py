@@ -305,8 +305,10 @@ class _Memcpy:
     """The same pieces inside one process."""
 
     def __init__(self, case: Case) -> None:
-        self.memory = Memory(case.memory_bytes, case.initiator_device)
-        source = Memory(case.memory_bytes, case.initiator_device)
+        # Inside the GPU where one is involved.
+        device = max(case.initiator_device, case.target_device, key=lambda name: name != "cpu")
+        self.memory = Memory(case.memory_bytes, device)
+        source = Memory(case.memory_bytes, device)
         source.put(_content(case, _TARGET_SEED))
         self._copy = self.memory.make_copier(source, _order(case), case.piece_bytes)
 

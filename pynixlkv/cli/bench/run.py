@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BenchOptions", "BenchReport", "CaseReport", "SeriesReport", "run_bench", "run_cases"]
 
-_ROUNDS, _QUICK_ROUNDS = 9, 3
+_ROUNDS, _QUICK_ROUNDS = 7, 3
 _TARGET, _INITIATOR = "target", "initiator"
 # Reported where they are installed.
 _DISTRIBUTIONS = ("nixl-cu12", "nixl-cu13", "libucx-cu12", "libucx-cu13", "torch")
