@@ -19,7 +19,8 @@ struct Place {
 };
 
 /// Posts its pieces in order, a limited number under way at a time. Externally synchronised, see
-/// Worker. Dropped before its end it posts nothing more; what is under way lives on at the endpoint.
+/// Worker. Dropped before its end it posts nothing more; what is under way lives on at the
+/// endpoint.
 class Batch {
   public:
     /// @param remote address at the peer from which the offsets count
@@ -57,11 +58,11 @@ class Batch {
             // NOLINTNEXTLINE(performance-no-int-to-ptr)
             auto* local = reinterpret_cast<char*>(local_->address() + place.local);
             if (is_get_) {
-                endpoint.get(*completion_, local, length_, local_->handle(),
-                             remote_ + place.remote, *key_);
+                endpoint.get(*completion_, local, length_, local_->handle(), remote_ + place.remote,
+                             *key_);
             } else {
-                endpoint.put(*completion_, local, length_, local_->handle(),
-                             remote_ + place.remote, *key_);
+                endpoint.put(*completion_, local, length_, local_->handle(), remote_ + place.remote,
+                             *key_);
             }
         }
         if (!request_->check() || next_ < places_.size()) {
@@ -81,9 +82,9 @@ class Batch {
   private:
     void note_time() {
         if (is_timed_) {
-            times_.push_back(std::chrono::nanoseconds(
-                                 std::chrono::steady_clock::now().time_since_epoch())
-                                 .count());
+            times_.push_back(
+                std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch())
+                    .count());
         }
     }
 

@@ -21,7 +21,7 @@ _KIB, _MIB = 1 << 10, 1 << 20
 _TOTAL_BYTES = 64 * _MIB
 _MOST_PIECES, _FEWEST_PIECES = 1024, 4
 # On a busy machine each of these can wait for the other process to get its turn.
-_MOST_LATENCY_PIECES = 256
+_MOST_LATENCY_PIECES = 128
 
 
 class Series(str, Enum):
@@ -232,5 +232,5 @@ def _scattered_points(*, quick: bool) -> list[tuple[Operation, int]]:
     """Return operation and bytes."""
     if quick:
         return [("get", 16 * _KIB)]
-    sizes = [4 * _KIB, 16 * _KIB, 64 * _KIB, _MIB]
+    sizes = [16 * _KIB, 64 * _KIB, _MIB]
     return [*(("get", size) for size in sizes), ("put", 16 * _KIB)]

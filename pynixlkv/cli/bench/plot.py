@@ -78,6 +78,7 @@ def draw(report: BenchReport, path: Path) -> None:
             style = "--" if series.series == cases[0].limit else "-"
             axes.errorbar(sizes, rates, yerr=half, label=series.series, fmt=f"{style}o", ms=3)
         axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, labels=[f"{size:,}" for size in sizes])
         axes.set_ylim(bottom=0)
         axes.set_title(name, fontsize=9)
         axes.set_xlabel("KiB of a piece", fontsize=8)
