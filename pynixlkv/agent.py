@@ -40,6 +40,7 @@ __all__ = [
     "BlockTable",
     "Notification",
     "Peer",
+    "Positions",
     "Registerable",
     "Registration",
     "Transfer",
@@ -57,6 +58,9 @@ CLOSE_TIMEOUT_S = 5.0
 
 BlockTable: TypeAlias = "npt.ArrayLike | Mapping[str, npt.ArrayLike]"
 """Physical block numbers, of one group or by group name."""
+
+Positions: TypeAlias = "int | Mapping[str, int]"
+"""A token position, for all groups or by group name."""
 
 Registerable: TypeAlias = "KVCache | MemorySpan | object"
 """What `Agent.register` takes: a cache, a span, a torch tensor or a numpy array."""
@@ -459,9 +463,9 @@ class Agent(Protocol):
         *,
         notify: bytes | None = None,
         timeout: float = ...,
-        num_tokens: int | None = None,
-        local_start: int = 0,
-        remote_start: int = 0,
+        num_tokens: Positions | None = None,
+        local_start: Positions = 0,
+        remote_start: Positions = 0,
     ) -> Transfer:
         """Pull blocks of the peer into local blocks."""
         ...
@@ -475,9 +479,9 @@ class Agent(Protocol):
         *,
         notify: bytes | None = None,
         timeout: float = ...,
-        num_tokens: int | None = None,
-        local_start: int = 0,
-        remote_start: int = 0,
+        num_tokens: Positions | None = None,
+        local_start: Positions = 0,
+        remote_start: Positions = 0,
     ) -> Transfer:
         """Push local blocks into blocks of the peer."""
         ...
@@ -488,6 +492,18 @@ class Agent(Protocol):
 
     def notifications(self, timeout: float = 0.0) -> list[Notification]:
         """Take the notifications that have arrived, each once."""
+        ...
+
+    def wait_activity(self, seen: int, timeout: float) -> int:
+        """Wait until a notification has come or a transfer has ended or become quiet."""
+        ...
+
+    def wake(self) -> None:
+        """Let `wait_activity` return."""
+        ...
+
+    def is_alive(self, peer: Peer) -> bool:
+        """Ask whether the connection to a peer still stands."""
         ...
 
     def disconnect(self, peer: Peer) -> None:

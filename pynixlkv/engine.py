@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from typing_extensions import Self
 
-    from pynixlkv.agent import BlockTable, Registerable
+    from pynixlkv.agent import BlockTable, Positions, Registerable
     from pynixlkv.plan import TransferPlan
 
 __all__ = ["EngineAgent", "num_parked"]
@@ -315,9 +315,9 @@ class EngineAgent:
         *,
         notify: bytes | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
-        num_tokens: int | None = None,
-        local_start: int = 0,
-        remote_start: int = 0,
+        num_tokens: Positions | None = None,
+        local_start: Positions = 0,
+        remote_start: Positions = 0,
     ) -> Transfer:
         """Pull blocks of the peer into local blocks.
 
@@ -333,7 +333,7 @@ class EngineAgent:
             Sent to the peer once all bytes are here; at most `MAX_NOTIFICATION_BYTES`.
         timeout : float
             Seconds until the transfer ends as timed out.
-        num_tokens, local_start, remote_start : int
+        num_tokens, local_start, remote_start : int or mapping of str to int
             As in `TransferPlan.descriptors`.
 
         Returns
@@ -371,9 +371,9 @@ class EngineAgent:
         *,
         notify: bytes | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
-        num_tokens: int | None = None,
-        local_start: int = 0,
-        remote_start: int = 0,
+        num_tokens: Positions | None = None,
+        local_start: Positions = 0,
+        remote_start: Positions = 0,
     ) -> Transfer:
         """Push local blocks into blocks of the peer; everything else is as in `read`.
 
@@ -393,9 +393,9 @@ class EngineAgent:
         remote_blocks: BlockTable,
         notify: bytes | None,
         timeout: float,
-        num_tokens: int | None,
-        local_start: int,
-        remote_start: int,
+        num_tokens: Positions | None,
+        local_start: Positions,
+        remote_start: Positions,
     ) -> Transfer:
         _check_message(notify)
         self._check_plan(peer, plan)
@@ -541,6 +541,34 @@ class EngineAgent:
             Notification(AgentName(peer), message)
             for peer, message in self._native.take_notifications(timeout)
         ]
+
+    def wait_activity(self, seen: int, timeout: float) -> int:
+        """Wait until something has happened here.
+
+        That is: a notification has come, a transfer has ended or become quiet, or `wake` was
+        called. One thread can so look after any number of transfers and peers.
+
+        Parameters
+        ----------
+        seen : int
+            What the call before returned; 0 at first.
+        timeout : float
+            Longest wait in seconds.
+
+        Returns
+        -------
+        int
+            A count that grows with whatever happens; equal to `seen` if nothing did in time.
+
+        Notes
+        -----
+        Blocks without the GIL. What happened between two calls is never missed.
+        """
+        return self._native.wait_activity(seen, timeout)
+
+    def wake(self) -> None:
+        """Let `wait_activity` return, in whichever threads wait in it."""
+        self._native.wake_waiters()
 
     # ---- life
 

@@ -15,12 +15,16 @@ if TYPE_CHECKING:
 __all__ = [
     "AlreadyRegisteredError",
     "ClosedError",
+    "CompatMismatch",
     "ConfigError",
     "DuplicatePeerError",
+    "EngineIdMismatch",
     "ForkError",
     "HandshakeError",
+    "HandshakeTimeout",
     "IncompatibleLayoutError",
     "LayoutError",
+    "LeaseExpired",
     "LibraryNotFoundError",
     "LibraryVersionError",
     "NativeError",
@@ -31,10 +35,13 @@ __all__ = [
     "NixlStateError",
     "NixlTelemetryError",
     "NotRegisteredError",
+    "NotStagedError",
     "PeerLostError",
     "PlanError",
+    "PoolExhausted",
     "ProtocolVersionError",
     "PynixlkvError",
+    "RankNotFound",
     "RegistrationError",
     "RegistrationInUseError",
     "StalePeerError",
@@ -102,6 +109,14 @@ class ClosedError(StateError):
 
 class ForkError(ClosedError):
     """An object of the parent process used in a forked child."""
+
+
+class NotStagedError(StateError):
+    """Host blocks that do not hold what their device blocks hold, so they must not be sent."""
+
+
+class PoolExhausted(PynixlkvError):
+    """A pool had too few free blocks until the deadline; nothing was taken from it."""
 
 
 class NativeError(PynixlkvError):
@@ -204,6 +219,10 @@ class PeerLostError(TransferError, ConnectionError):
     """The connection to the peer is gone; connect again to get a new generation of it."""
 
 
+class LeaseExpired(TransferError):
+    """The producer no longer held the blocks while they were read; what arrived may be wrong."""
+
+
 class HandshakeError(PynixlkvError):
     """Two sides could not agree to talk.
 
@@ -236,6 +255,92 @@ class WireError(HandshakeError, ValueError):
 
 class ProtocolVersionError(HandshakeError):
     """The other side speaks a wire version that this one does not."""
+
+
+class HandshakeTimeout(HandshakeError, TimeoutError):
+    """The other side did not answer by the deadline."""
+
+
+class EngineIdMismatch(HandshakeError):
+    """Another engine than the wanted one answered, for instance a successor on the same port.
+
+    Parameters
+    ----------
+    message : str
+        What did not fit.
+    wanted, seen : str
+        Engine id that was asked for, and the one that answered.
+    peer : str
+        As in `HandshakeError`.
+    """
+
+    wanted: str
+    seen: str
+
+    def __init__(self, message: str, *, wanted: str = "", seen: str = "", peer: str = "") -> None:
+        super().__init__(message, peer=peer)
+        self.wanted = wanted
+        self.seen = seen
+
+
+class RankNotFound(HandshakeError):
+    """The engine does not serve a rank that was asked for.
+
+    Parameters
+    ----------
+    message : str
+        What is missing.
+    missing, available : sequence of (int, int)
+        Pipeline and tensor-parallel rank of those that are missing and of those that are there.
+    peer : str
+        As in `HandshakeError`.
+    """
+
+    missing: list[tuple[int, int]]
+    available: list[tuple[int, int]]
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: Sequence[tuple[int, int]] = (),
+        available: Sequence[tuple[int, int]] = (),
+        peer: str = "",
+    ) -> None:
+        super().__init__(message, peer=peer)
+        self.missing = list(missing)
+        self.available = list(available)
+
+
+class CompatMismatch(HandshakeError):
+    """Two engines are configured differently where they must agree.
+
+    Parameters
+    ----------
+    message : str
+        What did not fit.
+    differences : sequence of (str, str or None, str or None)
+        Field name, local value, remote value; None where a side does not have the field.
+    peer : str
+        As in `HandshakeError`.
+    """
+
+    differences: list[tuple[str, str | None, str | None]]
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        differences: Sequence[tuple[str, str | None, str | None]] = (),
+        peer: str = "",
+    ) -> None:
+        super().__init__(message, peer=peer)
+        self.differences = list(differences)
+
+    @property
+    def fields(self) -> list[str]:
+        """Names of the fields that differ."""
+        return [field for field, _, _ in self.differences]
 
 
 class IncompatibleLayoutError(HandshakeError):

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import os
 import struct
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -95,16 +96,32 @@ def _digest(header: bytes, body: bytes | memoryview, secret: bytes | None) -> by
     return h.digest()
 
 
+def _environment_secret() -> bytes | str | None:
+    secret = os.environ.get("PYNIXLKV_SECRET")
+    file = os.environ.get("PYNIXLKV_SECRET_FILE")
+    if file is None:
+        return secret
+    if secret is not None:
+        raise ConfigError("PYNIXLKV_SECRET and PYNIXLKV_SECRET_FILE are both set; unset one")
+    try:
+        return Path(file).read_bytes().rstrip(b"\r\n")
+    except OSError as error:
+        raise ConfigError(f"PYNIXLKV_SECRET_FILE {file!r} cannot be read: {error}") from error
+
+
 def check_secret(secret: bytes | str | None) -> bytes | None:
-    """Return the secret as bytes, or the one of ``PYNIXLKV_SECRET``, or None if there is none.
+    """Return the secret as bytes, or the one that the environment names, or None without one.
+
+    The environment names it as ``PYNIXLKV_SECRET``, or as a file in ``PYNIXLKV_SECRET_FILE``, of
+    which a newline at the end is left out.
 
     Raises
     ------
     ConfigError
-        If the secret is given but empty.
+        If the secret is given but empty, the file cannot be read, or both variables are set.
     """
     if secret is None:
-        secret = os.environ.get("PYNIXLKV_SECRET")
+        secret = _environment_secret()
         if secret is None:
             return None
     raw = secret.encode() if isinstance(secret, str) else bytes(secret)

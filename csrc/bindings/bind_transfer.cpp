@@ -282,6 +282,18 @@ void bind_transfer(py::module_& m) {
                  e.notify(peer, std::move(bytes));
              })
         .def("take_notifications", &take_notifications, py::arg("timeout"))
+        .def(
+            "wait_activity",
+            [](const Engine& e, std::uint64_t seen, double timeout) {
+                std::uint64_t count = seen;
+                wait_in_slices(timeout, [&](TimePoint until) {
+                    count = e.wait_activity(seen, until);
+                    return count != seen;
+                });
+                return count;
+            },
+            py::arg("seen"), py::arg("timeout"))
+        .def("wake_waiters", &Engine::wake_waiters, ReleaseGil())
         .def_property_readonly("quarantined", &Engine::quarantined)
         .def_property_readonly("running", &Engine::running)
         .def("close",

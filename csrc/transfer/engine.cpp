@@ -289,6 +289,17 @@ std::vector<Notification> Engine::take_notifications(TimePoint until) {
     return taken;
 }
 
+std::uint64_t Engine::wait_activity(std::uint64_t seen, TimePoint until) const {
+    check_usable();
+    std::unique_lock lock(loop_->inbox_mutex_);
+    loop_->arrived_.wait_until(lock, until, [&] { return loop_->activity_ != seen; });
+    return loop_->activity_;
+}
+
+void Engine::wake_waiters() const {
+    loop_->announce();
+}
+
 std::size_t Engine::quarantined() const noexcept {
     return loop_->num_quarantined_.load();
 }

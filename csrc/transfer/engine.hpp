@@ -253,6 +253,12 @@ class Engine : LiveCounted<Engine> {
     /// Everything that arrived since the last call; waits for something until the given time.
     [[nodiscard]] std::vector<Notification> take_notifications(TimePoint until);
 
+    /// Wait until something has happened since the count that was seen last: a notification came,
+    /// a transfer ended or became quiet, or wake_waiters() was called.
+    /// @return the count now; the same as `seen` if the time ran out
+    [[nodiscard]] std::uint64_t wait_activity(std::uint64_t seen, TimePoint until) const;
+    void wake_waiters() const;
+
     /// Transfers that have ended but may still move bytes.
     [[nodiscard]] std::size_t quarantined() const noexcept;
     [[nodiscard]] std::size_t running() const noexcept;

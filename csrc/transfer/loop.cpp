@@ -54,6 +54,14 @@ void Loop::wake() {
     }
 }
 
+void Loop::announce() {
+    {
+        const std::lock_guard lock(inbox_mutex_);
+        ++activity_;
+    }
+    arrived_.notify_all();
+}
+
 void Loop::post(std::function<void()> command) {
     {
         const std::lock_guard lock(mutex_);
@@ -199,6 +207,7 @@ void Loop::end(Active& a, State state, const std::string& message,
             completion_.set();
         }
     }
+    announce();
 }
 
 void Loop::cut_rows(Active& a) const {
@@ -439,6 +448,7 @@ void Loop::settle() {
                 t.quiet_.store(true, std::memory_order_release);
             }
             t.changed_.notify_all();
+            announce();
         }
         if (a.local.capacity() > spare_local_.capacity()) {
             a.local.swap(spare_local_);
@@ -501,7 +511,7 @@ bool Loop::receive() {
             const std::lock_guard lock(inbox_mutex_);
             receive_error_ = ours != nullptr ? *ours : Error("StateError", e.what());
         }
-        arrived_.notify_all();
+        announce();
         return false;
     }
     if (arrivals_.empty()) {
@@ -518,7 +528,7 @@ bool Loop::receive() {
         }
         arrivals_.clear();
     }
-    arrived_.notify_all();
+    announce();
     return true;
 }
 

@@ -80,6 +80,8 @@ class Loop {
     // ---- any thread ----
     void post(std::function<void()> command);
     void wake();
+    /// Let those who wait for activity look.
+    void announce();
 
     const std::string name_;
     const EngineOptions options_;
@@ -99,6 +101,7 @@ class Loop {
     std::vector<Notification> inbox_;
     std::vector<std::uint64_t> completed_;
     std::optional<Error> receive_error_;
+    std::uint64_t activity_ = 0;  // counts arrivals, ends of transfers, and their becoming quiet
 
     std::shared_mutex memory_mutex_;  // guards the next group
     MemoryMap memory_;

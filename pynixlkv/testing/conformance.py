@@ -222,6 +222,23 @@ class AgentConformance:
             assert local.remote.notifications(WAIT_S) == [("local", str(seed).encode())]
             assert np.array_equal(local.remote_content(), local.pool.bytes)
 
+    def test_whatever_happens_wakes_who_waits_for_activity(self, local: _Local) -> None:
+        agent, remote = local.agent, local.remote
+        count = agent.wait_activity(0, 0.0)
+        assert agent.wait_activity(count, 0.01) == count
+        transfer = agent.read(local.peer, local.plan(), [1], [2])
+        deadline = time.monotonic() + WAIT_S
+        while not transfer.is_quiet:
+            count = agent.wait_activity(count, max(0.0, deadline - time.monotonic()))
+            assert time.monotonic() < deadline
+        remote.notify("local", b"wake up")
+        count = agent.wait_activity(count, WAIT_S)
+        assert [note.message for note in agent.notifications()] == [b"wake up"]
+        caller = threading.Timer(0.05, agent.wake)
+        caller.start()
+        assert agent.wait_activity(count, WAIT_S) == count + 1
+        caller.join()
+
     def test_b112_a_notification_of_the_limit_arrives_whole_and_one_more_byte_is_refused(
         self, local: _Local
     ) -> None:

@@ -46,16 +46,19 @@ class Channel:
 
 
 class Peer(Channel):
-    """A process that runs `function(channel, *args)`, a top-level function of a test file."""
+    """A process that runs `function(channel, *args)`, a top-level function of a test file.
 
-    def __init__(self, function, *args, env=None, deadline_s=DEADLINE_S):
+    Other options are those of `subprocess.Popen`.
+    """
+
+    def __init__(self, function, *args, env=None, deadline_s=DEADLINE_S, **options):
         ours, theirs = multiprocessing.connection.Pipe()
         super().__init__(ours)
         source = Path(sys.modules[function.__module__].__file__)
         command = [sys.executable, __file__, str(source), function.__name__]
         command += [str(theirs.fileno()), str(deadline_s)]
         self.process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], env={**os.environ, **(env or {})}
+            command, pass_fds=[theirs.fileno()], env={**os.environ, **(env or {})}, **options
         )
         theirs.close()
         self._connection.send(args)

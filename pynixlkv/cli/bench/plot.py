@@ -92,4 +92,4 @@ def draw(report: BenchReport, path: Path) -> None:
         f"{report.rounds} rounds, bars: interquartile range",
         fontsize=9,
     )
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=72)

@@ -1,0 +1,84 @@
+"""The options of a connector, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+from pynixlkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pynixlkv.connector.metadata import TransferMode
+
+__all__ = ["ConnectorConfig"]
+
+
+@dataclass(frozen=True)
+class ConnectorConfig:
+    """Options of `ConnectorScheduler` and `ConnectorWorker`; all times in seconds.
+
+    Parameters
+    ----------
+    transfer_mode : str
+        ``"pull"``, the consumer reads; ``"push"``, the producer writes. Both sides need the same.
+    lease_duration : float
+        How long a producer keeps blocks from the end of the prefill, and after each heartbeat.
+    heartbeat_interval : float, optional
+        Time between two heartbeats to a producer; a sixth of its lease duration if left out.
+    missed_heartbeats : int
+        A producer that leaves as many of them unanswered in a row counts as dead.
+    transfer_timeout : float
+        Longest time from the start of a request's receiving to its end.
+    handshake_timeout : float
+        Longest time to get a producer's metadata.
+    peer_ttl : float
+        Producers that nothing was received from for as long are forgotten.
+    max_leases : int
+        Most requests that a producer keeps at once.
+    partial_blocks : bool
+        Hand over a last block that is not full. Without, prompts are cut to whole blocks, and one
+        that is shorter than a block is not handed over at all.
+    max_bytes : int, optional
+        Longest descriptor, see `pynixlkv.plan.TransferPlan`.
+    compatibility : mapping of str to str
+        What must be equal on both sides beyond what the geometries tell (model, attention backend).
+    allow_insecure : bool
+        Ask for metadata beyond loopback although there is no shared secret.
+
+    Raises
+    ------
+    ConfigError
+        If a value is out of range.
+    """
+
+    transfer_mode: TransferMode = "pull"
+    lease_duration: float = 30.0
+    heartbeat_interval: float | None = None
+    missed_heartbeats: int = 3
+    transfer_timeout: float = 30.0
+    handshake_timeout: float = 5.0
+    peer_ttl: float = 3600.0
+    max_leases: int = 16384
+    partial_blocks: bool = True
+    max_bytes: int | None = None
+    compatibility: Mapping[str, str] = field(default_factory=dict)
+    allow_insecure: bool = False
+
+    def __post_init__(self) -> None:
+        if self.transfer_mode not in ("pull", "push"):
+            raise ConfigError(f"transfer_mode is {self.transfer_mode!r}; expected 'pull' or 'push'")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
+                raise ConfigError(f"{each.name} is {value}; expected a number above 0")
+        if self.beat_interval(self.lease_duration) >= self.lease_duration:
+            raise ConfigError(
+                f"heartbeat_interval is {self.heartbeat_interval} s, not below lease_duration, "
+                f"{self.lease_duration} s; leases would run out between two heartbeats"
+            )
+
+    def beat_interval(self, lease_duration: float) -> float:
+        """Return the time between two heartbeats for leases of a producer."""
+        return self.heartbeat_interval or lease_duration / 6

@@ -1,0 +1,376 @@
+"""What travels between the halves of a connector, and between producer and consumer by the proxy.
+
+`HandOff` is the typed form of the ``kv_transfer_params`` that a request carries through the HTTP
+layer; it comes from outside and is checked. `ConnectorMetadata` goes from an engine's scheduler to
+its workers once per step. All are plain data and can be pickled.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from pynixlkv.errors import ConfigError
+
+__all__ = [
+    "AgentMetadata",
+    "BlockLists",
+    "ConnectorMetadata",
+    "EndState",
+    "EngineShape",
+    "HandOff",
+    "Lease",
+    "Rank",
+    "ReqMeta",
+    "RequestInfo",
+    "TransferMode",
+]
+
+BlockLists = tuple[tuple[int, ...], ...]
+"""Physical block numbers in token order, one tuple for each group of the cache, in its order."""
+
+Rank = tuple[int, int]
+"""Pipeline and tensor-parallel rank within an engine."""
+
+TransferMode = Literal["pull", "push"]
+"""Who moves the bytes: ``"pull"``, the consumer reads; ``"push"``, the producer writes."""
+
+_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+_Index = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
+_Size = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+_Port = Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
+
+_LEASE = re.compile(r"(\d{1,9})-([0-9a-f]{1,16})")
+
+
+class EndState(enum.Enum):
+    """How the receiving of a request ended; reached once, never left."""
+
+    RECEIVED = "received"
+    """All bytes are here, and the producer held its blocks while they moved."""
+    FAILED = "failed"
+    EXPIRED = "expired"
+    """The producer's lease ran out before the bytes had moved."""
+    ABORTED = "aborted"
+    """Given up by the engine."""
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """A producer's promise to keep a request's blocks, as told to the consumer.
+
+    Parameters
+    ----------
+    slot : int
+        Row of the producer's lease table, the same in all ranks of the engine.
+    token : int
+        Value of that row while the promise holds; never used twice.
+    """
+
+    slot: _Index
+    token: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+
+    def __str__(self) -> str:
+        return f"{self.slot}-{self.token:x}"
+
+    @classmethod
+    def parse(cls, text: str) -> Lease:
+        """Read what ``str`` wrote.
+
+        Raises
+        ------
+        ConfigError
+            If it is something else.
+        """
+        match = _LEASE.fullmatch(text)
+        if match is None or not 1 <= int(match[2], 16) <= 2**62:
+            raise ConfigError(f"the lease is {text!r}; expected <slot>-<hexadecimal token>")
+        return cls(int(match[1]), int(match[2], 16))
+
+
+class EngineShape(msgspec.Struct, frozen=True):
+    """Sizes of the parallel groups of an engine.
+
+    Parameters
+    ----------
+    pp, tp : int
+        Pipeline stages and tensor-parallel ranks.
+    dcp : int
+        How many ways the tokens of a head are shared (decode context parallelism).
+    """
+
+    pp: _Size = 1
+    tp: _Size = 1
+    dcp: _Size = 1
+
+
+class HandOff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """The hand-off of a request from producer to consumer: its ``kv_transfer_params``.
+
+    A proxy sends ``do_remote_decode=True`` to the producer, and passes the producer's answer, which
+    has everything else, on to the consumer unchanged. Fields that are not listed are ignored.
+
+    Parameters
+    ----------
+    do_remote_decode : bool
+        Keep the blocks for a consumer.
+    do_remote_prefill : bool
+        Fetch the blocks from the producer that is described here.
+    remote_engine_id, remote_request_id : str
+        Engine and request id at the producer.
+    remote_host, remote_port : str, int
+        Its side channel.
+    remote_block_ids : tuple of tuple of int
+        Its block tables, one for each group, in token order.
+    remote_starts : tuple of int
+        Token position of the first block of each table; zeros if left out.
+    remote_block_sizes : tuple of int
+        Tokens that a block of each table stands for; left out if these are the blocks that its
+        geometry describes.
+    remote_num_tokens : int
+        Tokens, from position 0 on, whose KV the producer holds.
+    tp_size, pp_size, dcp_size : int
+        Sizes of its parallel groups.
+    lease : str
+        Its `Lease`, as text.
+    lease_duration : float
+        Seconds that the lease lasts from its start, and from each heartbeat on.
+    transfer_mode : str
+        ``"pull"`` or ``"push"``.
+    sibling_group : str
+        Requests of one group are released together (the samples of one prompt).
+    """
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_engine_id: _Text | None = None
+    remote_request_id: _Text | None = None
+    remote_host: _Text | None = None
+    remote_port: _Port | None = None
+    remote_block_ids: tuple[tuple[_Index, ...], ...] | None = None
+    remote_starts: tuple[_Index, ...] | None = None
+    remote_block_sizes: tuple[_Index, ...] = ()
+    remote_num_tokens: _Index | None = None
+    tp_size: _Size = 1
+    pp_size: _Size = 1
+    dcp_size: _Size = 1
+    lease: str | None = None
+    lease_duration: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
+    transfer_mode: TransferMode = "pull"
+    sibling_group: _Text | None = None
+
+    @classmethod
+    def from_dict(cls, params: Mapping[str, Any] | None) -> HandOff:
+        """Check the parameters of a request.
+
+        Parameters
+        ----------
+        params : mapping, optional
+            From outside. None stands for a request that is not handed over.
+
+        Returns
+        -------
+        HandOff
+            Whatever it says is complete and in range.
+
+        Raises
+        ------
+        ConfigError
+            If something is missing, of the wrong type, out of range, or contradicts the rest; names
+            the field.
+        """
+        if params is None:
+            return cls()
+        if not isinstance(params, Mapping):
+            raise ConfigError(
+                f"kv_transfer_params is a {type(params).__name__}; expected a mapping"
+            )
+        given = {key: value for key, value in params.items() if value is not None}
+        try:
+            made = msgspec.convert(given, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"kv_transfer_params: {error}") from error
+        made._check()
+        return made
+
+    def _check(self) -> None:
+        if not self.do_remote_prefill:
+            return
+        if self.do_remote_decode:
+            raise ConfigError(
+                "kv_transfer_params: do_remote_prefill and do_remote_decode are both set; a "
+                "request is either fetched here or kept for others"
+            )
+        needed = _NEEDED if self.transfer_mode == "push" else _NEEDED + _NEEDED_TO_PULL
+        missing = [name for name in needed if getattr(self, name) is None]
+        if missing:
+            raise ConfigError(
+                f"kv_transfer_params: do_remote_prefill is set, but {', '.join(missing)} "
+                f"{'is' if len(missing) == 1 else 'are'} missing; pass on what the producer "
+                "answered, unchanged"
+            )
+        if self.lease is not None:
+            Lease.parse(self.lease)
+        for name in ("remote_starts", "remote_block_sizes"):
+            given = getattr(self, name)
+            if given and len(given) != len(self.blocks):
+                raise ConfigError(
+                    f"kv_transfer_params: {name} has {len(given)} entries, remote_block_ids "
+                    f"{len(self.blocks)}; expected one for each table"
+                )
+
+    @property
+    def blocks(self) -> BlockLists:
+        """The producer's block tables; empty if there are none."""
+        return self.remote_block_ids or ()
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Token position of the first block of each table."""
+        return self.remote_starts or (0,) * len(self.blocks)
+
+    @property
+    def lease_token(self) -> Lease:
+        """The producer's lease.
+
+        Raises
+        ------
+        ConfigError
+            If the text is none, or missing.
+        """
+        return Lease.parse(self.lease or "")
+
+    @property
+    def shape(self) -> EngineShape:
+        """Sizes of the producer's parallel groups."""
+        return EngineShape(self.pp_size, self.tp_size, self.dcp_size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the parameters as JSON-compatible data, without what is not set."""
+        data: dict[str, Any] = msgspec.to_builtins(self)
+        data = {key: value for key, value in data.items() if value is not None}
+        for key in ("remote_block_ids", "remote_starts", "remote_block_sizes"):
+            if key in data:
+                data[key] = [list(v) if isinstance(v, tuple) else v for v in data[key]]
+        return data
+
+
+_NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+_NEEDED_TO_PULL = ("remote_block_ids", "remote_num_tokens", "lease", "lease_duration")
+
+
+@dataclass(frozen=True)
+class RequestInfo:
+    """A request as an engine presents it to the scheduler half.
+
+    Parameters
+    ----------
+    request_id : str
+        The engine's own id; the other side may have another for the same request.
+    num_prompt_tokens : int
+        Length of the prompt.
+    hand_off : HandOff
+        Its checked parameters.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    hand_off: HandOff = field(default_factory=HandOff)
+
+
+@dataclass(frozen=True)
+class ReqMeta:
+    """What a worker needs to know to receive, save or send one request.
+
+    Parameters
+    ----------
+    blocks : tuple of tuple of int
+        Local block tables, one for each group; only the part that is to move.
+    starts : tuple of int
+        Token position of the first block of each table.
+    num_tokens : int
+        Valid tokens of the sequence, from position 0 on.
+    remote : HandOff, optional
+        Where to receive from.
+    lease : Lease, optional
+        The lease to keep, for what is sent.
+    sibling_group : str, optional
+        Requests of one group are released together.
+    host_blocks : tuple of tuple of int, optional
+        Block tables in the host cache, where the device's memory is staged.
+    block_sizes : tuple of int
+        Tokens that a block of each table stands for; empty if these are the geometry's blocks.
+    """
+
+    blocks: BlockLists
+    starts: tuple[int, ...]
+    num_tokens: int
+    remote: HandOff | None = None
+    lease: Lease | None = None
+    sibling_group: str | None = None
+    host_blocks: BlockLists | None = None
+    block_sizes: tuple[int, ...] = ()
+
+
+@dataclass
+class ConnectorMetadata:
+    """A scheduler's message to its workers for one step.
+
+    Parameters
+    ----------
+    reqs_to_recv : dict of str to ReqMeta
+        Begin to receive these.
+    reqs_to_save : dict of str to ReqMeta
+        These run in this step and are pushed layer by layer; never also in `reqs_to_recv`.
+    reqs_preempted : set of str
+        Blocks of these have been taken away, and they are computed again.
+    reqs_to_send : dict of str to ReqMeta
+        Keep these, under their leases, until their readers are done.
+    reqs_not_sent : dict of str to str
+        These will never be sent, and why: tell consumers that wait for them.
+    reqs_waiting : dict of str to HandOff
+        These are queued: connect to their producers, and keep their leases alive.
+    reqs_to_release : dict of str to HandOff
+        Nothing (more) is wanted of these: tell their producers.
+    reqs_to_abort : set of str
+        The engine has given these up while they were being received.
+    """
+
+    reqs_to_recv: dict[str, ReqMeta] = field(default_factory=dict)
+    reqs_to_save: dict[str, ReqMeta] = field(default_factory=dict)
+    reqs_preempted: set[str] = field(default_factory=set)
+    reqs_to_send: dict[str, ReqMeta] = field(default_factory=dict)
+    reqs_not_sent: dict[str, str] = field(default_factory=dict)
+    reqs_waiting: dict[str, HandOff] = field(default_factory=dict)
+    reqs_to_release: dict[str, HandOff] = field(default_factory=dict)
+    reqs_to_abort: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        both = self.reqs_to_recv.keys() & self.reqs_to_save.keys()
+        if both:
+            raise ConfigError(f"requests {sorted(both)} are to be received and saved at once")
+
+    def __bool__(self) -> bool:
+        return any(vars(self).values())
+
+
+class AgentMetadata(msgspec.Struct, frozen=True):
+    """What a worker contributes to its engine's handshake.
+
+    Parameters
+    ----------
+    engine_id : str
+        The engine.
+    rank : tuple of (int, int)
+        Pipeline and tensor-parallel rank.
+    hello : bytes
+        What `pynixlkv.agent.Agent.hello` gave for the cache and the lease table.
+    """
+
+    engine_id: str
+    rank: Rank
+    hello: bytes

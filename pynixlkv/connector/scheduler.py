@@ -1,0 +1,487 @@
+"""The scheduler half of a connector: what to fetch, what to keep, what to free.
+
+It knows requests and block numbers only. It lives where the engine's scheduler lives, one for each
+engine, and talks to the workers by one `ConnectorMetadata` per step and by what they report.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pynixlkv.connector.config import ConnectorConfig
+from pynixlkv.connector.leases import LeaseSlots
+from pynixlkv.connector.metadata import (
+    ConnectorMetadata,
+    EngineShape,
+    HandOff,
+    ReqMeta,
+    RequestInfo,
+)
+from pynixlkv.errors import ConfigError, PoolExhausted
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pynixlkv.connector.metadata import BlockLists, Lease
+    from pynixlkv.connector.staging import HostBlockPool
+
+__all__ = ["ConnectorScheduler", "GroupSpec"]
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """How the block tables of one group of layers are to be read.
+
+    Parameters
+    ----------
+    block_size : int
+        Tokens that one block of a table stands for (all ranks' shares together, under context
+        parallelism); 0 for state, whose tables are not by position.
+    window : int, optional
+        Only the last so many tokens are ever attended to: blocks before them are neither kept
+        nor fetched.
+    null_block : int, optional
+        The block number that stands for "none" in front of a table.
+    """
+
+    block_size: int
+    window: int | None = None
+    null_block: int | None = None
+
+
+@dataclass
+class _Kept:
+    lease: Lease
+    host_blocks: BlockLists | None
+
+
+class ConnectorScheduler:
+    """Decides on behalf of one engine. Not thread-safe, never blocks.
+
+    Parameters
+    ----------
+    engine_id : str
+        This engine.
+    groups : sequence of GroupSpec
+        One for each group of the KV cache, in its order.
+    address : tuple of (str, int)
+        Where other engines reach this one's `pynixlkv.handshake.Handshake`; may be set later.
+    shape : EngineShape
+        Sizes of the engine's parallel groups.
+    config : ConnectorConfig
+        Options.
+    host_pool : HostBlockPool, optional
+        Host blocks to stage in, where device memory cannot be registered.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        groups: Sequence[GroupSpec],
+        *,
+        address: tuple[str, int] | None = None,
+        shape: EngineShape | None = None,
+        config: ConnectorConfig | None = None,
+        host_pool: HostBlockPool | None = None,
+    ) -> None:
+        self.engine_id = engine_id
+        self.address = address
+        self._groups = tuple(groups)
+        self._shape = shape or EngineShape()
+        self._config = config or ConnectorConfig()
+        self._host_pool = host_pool
+        self._block_sizes = tuple(group.block_size for group in self._groups)
+        self._common_block = math.lcm(*(g.block_size for g in self._groups if g.block_size))
+        self._slots = LeaseSlots(self._config.max_leases)
+        self._next = ConnectorMetadata()
+        self._open: dict[str, HandOff] = {}  # to be fetched; nothing has been decided yet
+        self._receiving: dict[str, BlockLists | None] = {}  # and their host blocks
+        self._aborted: set[str] = set()  # still being received
+        self._settled: set[str] = set()  # fetched, or never to be
+        self._kept: dict[str, _Kept] = {}
+
+    # ---- consumer
+
+    def on_new_request(self, request: RequestInfo) -> None:
+        """Take a request that has arrived: its producer is asked to keep it while it is queued."""
+        if request.hand_off.do_remote_prefill and self._is_open(request):
+            self._next.reqs_waiting[request.request_id] = request.hand_off
+
+    def _is_open(self, request: RequestInfo) -> bool:
+        if request.request_id in self._settled or request.request_id in self._receiving:
+            return False
+        if request.request_id not in self._open:
+            if len(request.hand_off.blocks) not in (0, len(self._groups)):
+                raise ConfigError(
+                    f"request {request.request_id!r}: the producer has "
+                    f"{len(request.hand_off.blocks)} block tables, this engine "
+                    f"{len(self._groups)} groups of layers"
+                )
+            if request.hand_off.transfer_mode != self._config.transfer_mode:
+                raise ConfigError(
+                    f"request {request.request_id!r}: the producer is in "
+                    f"{request.hand_off.transfer_mode!r} mode, this engine in "
+                    f"{self._config.transfer_mode!r} mode; use one transfer_mode on both sides"
+                )
+            self._open[request.request_id] = request.hand_off
+        return True
+
+    def get_num_new_matched_tokens(
+        self, request: RequestInfo, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens can be fetched beyond those that are here.
+
+        Parameters
+        ----------
+        request : RequestInfo
+            The request.
+        num_computed_tokens : int
+            Tokens, from position 0 on, whose KV is here already.
+
+        Returns
+        -------
+        num_tokens : int or None
+            Tokens that can be fetched; None if it cannot be said yet, because host blocks to stage
+            them in are short: ask again later.
+        is_async : bool
+            Whether they arrive later.
+
+        Raises
+        ------
+        ConfigError
+            If the hand-off does not fit this engine.
+
+        Notes
+        -----
+        Changes nothing, so that it may be called any number of times.
+        """
+        if not request.hand_off.do_remote_prefill or not self._is_open(request):
+            return 0, False
+        count = self._num_fetchable(request) - num_computed_tokens
+        if count <= 0:
+            return 0, False
+        if self._host_pool is not None:
+            end = num_computed_tokens + count
+            counts = [_num_blocks(g, num_computed_tokens, end) for g in self._groups]
+            if not self._host_pool.has_free(counts):
+                return None, False
+        return count, True
+
+    def _num_fetchable(self, request: RequestInfo) -> int:
+        count, remote = request.num_prompt_tokens, request.hand_off.remote_num_tokens
+        if remote is not None:
+            count = min(count, remote)
+        if not self._config.partial_blocks:
+            count -= count % self._common_block
+        return count
+
+    def update_state_after_alloc(
+        self,
+        request: RequestInfo,
+        blocks: BlockLists,
+        num_computed_tokens: int,
+        num_external_tokens: int,
+    ) -> None:
+        """Fetch what was promised for a request whose blocks have been allocated.
+
+        Parameters
+        ----------
+        request : RequestInfo
+            The request.
+        blocks : tuple of tuple of int
+            All its block tables, from position 0 on, one for each group.
+        num_computed_tokens : int
+            Tokens whose KV was here before.
+        num_external_tokens : int
+            Tokens beyond these that are to be fetched, as `get_num_new_matched_tokens` said; 0 if
+            nothing is.
+
+        Notes
+        -----
+        Called again later for the same request, it changes nothing.
+        """
+        if not request.hand_off.do_remote_prefill or not self._is_open(request):
+            return
+        request_id, remote = request.request_id, self._open[request.request_id]
+        if num_external_tokens == 0:
+            del self._open[request_id]
+            self._next.reqs_waiting.pop(request_id, None)
+            self._settled.add(request_id)
+            self._next.reqs_to_release[request_id] = remote
+            return
+        end = num_computed_tokens + num_external_tokens
+        meta = self._stage(self._cut(blocks, num_computed_tokens, end))
+        if meta is None:
+            raise PoolExhausted(
+                f"request {request_id!r}: the host blocks that were free when "
+                "get_num_new_matched_tokens was called are not; schedule in the order of the calls"
+            )
+        meta = replace(meta, remote=remote)
+        del self._open[request_id]
+        self._next.reqs_waiting.pop(request_id, None)
+        self._receiving[request_id] = meta.host_blocks
+        self._next.reqs_to_recv[request_id] = meta
+
+    def _cut(self, blocks: BlockLists, begin: int, end: int) -> ReqMeta:
+        """Return the parts of block tables that positions from begin to end lie in."""
+        cuts = [
+            cut_table(spec, table, begin, end)
+            for spec, table in zip(self._groups, blocks, strict=True)
+        ]
+        return ReqMeta(
+            blocks=tuple(table for table, _ in cuts),
+            starts=tuple(start for _, start in cuts),
+            num_tokens=end,
+            block_sizes=self._block_sizes,
+        )
+
+    def _stage(self, meta: ReqMeta) -> ReqMeta | None:
+        """Return the same with host blocks, where there are any; None if too few are free."""
+        if self._host_pool is None:
+            return meta
+        counts = [len(table) for table in meta.blocks]
+        if not self._host_pool.has_free(counts):
+            return None
+        return replace(meta, host_blocks=self._host_pool.allocate(counts))
+
+    # ---- producer
+
+    def request_finished(
+        self,
+        request: RequestInfo,
+        blocks: BlockLists,
+        num_computed_tokens: int,
+        *,
+        is_complete: bool = True,
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Decide what becomes of the blocks of a request that has ended here.
+
+        Parameters
+        ----------
+        request : RequestInfo
+            The request.
+        blocks : tuple of tuple of int
+            All its block tables, from position 0 on, one for each group.
+        num_computed_tokens : int
+            Tokens, from position 0 on, whose KV is in the blocks.
+        is_complete : bool
+            Whether it ended as it should; False if it was aborted or failed.
+
+        Returns
+        -------
+        keeps : bool
+            Whether the blocks must be kept until the workers report the request as sent, or, if it
+            is being received, as received or failed.
+        params : dict or None
+            ``kv_transfer_params`` for the consumer, if it is handed over.
+        """
+        request_id = request.request_id
+        self._next.reqs_waiting.pop(request_id, None)
+        if request_id in self._receiving:
+            if self._next.reqs_to_recv.pop(request_id, None) is not None:
+                # The workers have not heard of it yet.
+                self._free_host(self._receiving.pop(request_id))
+                self._next.reqs_to_release[request_id] = request.hand_off
+                return False, None
+            self._next.reqs_to_abort.add(request_id)
+            self._aborted.add(request_id)
+            return True, None
+        self._open.pop(request_id, None)
+        if request_id in self._settled:
+            self._settled.remove(request_id)
+        elif request.hand_off.do_remote_prefill:
+            # Rejected or aborted before anything was fetched.
+            self._next.reqs_to_release[request_id] = request.hand_off
+        if not request.hand_off.do_remote_decode:
+            return False, None
+        self._next.reqs_to_save.pop(request_id, None)
+        if not is_complete:
+            self._next.reqs_not_sent[request_id] = "the producer gave the request up"
+            return False, None
+        return self._hand_over(request, blocks, num_computed_tokens)
+
+    def _hand_over(
+        self, request: RequestInfo, blocks: BlockLists, num_tokens: int
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if not self._config.partial_blocks:
+            num_tokens -= num_tokens % self._common_block
+        if num_tokens == 0:
+            return self._refuse(request, "there is nothing to hand over")
+        if self.address is None:
+            raise ConfigError("the scheduler's address is not set; hand-offs need to name it")
+        cut = self._cut(blocks, 0, num_tokens)
+        if not self._slots.num_free:
+            return self._refuse(request, "all leases of the producer are taken")
+        staged = self._stage(cut)
+        lease = self._slots.take() if staged is not None else None
+        if staged is None or lease is None:
+            return self._refuse(request, "the producer's host blocks are all in use")
+        group = request.hand_off.sibling_group
+        meta = replace(staged, lease=lease, sibling_group=group)
+        self._kept[request.request_id] = _Kept(lease, meta.host_blocks)
+        self._next.reqs_to_send[request.request_id] = meta
+        params = HandOff(
+            do_remote_prefill=True,
+            remote_engine_id=self.engine_id,
+            remote_request_id=request.request_id,
+            remote_host=self.address[0],
+            remote_port=self.address[1],
+            remote_block_ids=meta.host_blocks or meta.blocks,
+            remote_starts=meta.starts,
+            remote_block_sizes=meta.block_sizes,
+            remote_num_tokens=num_tokens,
+            tp_size=self._shape.tp,
+            pp_size=self._shape.pp,
+            dcp_size=self._shape.dcp,
+            lease=str(lease),
+            lease_duration=self._config.lease_duration,
+            transfer_mode=self._config.transfer_mode,
+            sibling_group=group,
+        )
+        return True, params.to_dict()
+
+    def _refuse(self, request: RequestInfo, why: str) -> tuple[bool, None]:
+        self._next.reqs_not_sent[request.request_id] = why
+        return False, None
+
+    def save(self, request: RequestInfo, blocks: BlockLists, num_computed_tokens: int) -> None:
+        """Have the layers of a request that runs in this step pushed as they finish.
+
+        Parameters
+        ----------
+        request : RequestInfo
+            The request.
+        blocks : tuple of tuple of int
+            All its block tables, from position 0 on.
+        num_computed_tokens : int
+            Tokens whose KV will be in the blocks after the step.
+        """
+        if (
+            request.hand_off.do_remote_decode
+            and self._config.transfer_mode == "push"
+            and self._host_pool is None  # what is staged goes out when it is whole
+        ):
+            self._next.reqs_to_save[request.request_id] = self._cut(blocks, 0, num_computed_tokens)
+
+    def request_preempted(self, request_id: str) -> None:
+        """Take notice that the blocks of a request that runs have been taken away.
+
+        Layers of it that were pushed as they finished are pushed again, when they have been
+        computed again. Call it before `build_connector_meta` of the step in which the blocks may
+        have a new use.
+
+        Parameters
+        ----------
+        request_id : str
+            The request.
+        """
+        self._next.reqs_to_save.pop(request_id, None)
+        self._next.reqs_preempted.add(request_id)
+
+    # ---- each step
+
+    def build_connector_meta(self) -> ConnectorMetadata:
+        """Return the message to the workers for this step, and begin the next one."""
+        built, self._next = self._next, ConnectorMetadata()
+        return built
+
+    def update_finished(
+        self,
+        *,
+        sent: set[str] | frozenset[str] = frozenset(),
+        received: set[str] | frozenset[str] = frozenset(),
+        failed: set[str] | frozenset[str] | Mapping[str, object] = frozenset(),
+    ) -> None:
+        """Take what all workers of the engine have reported.
+
+        Parameters
+        ----------
+        sent, received, failed : set of str
+            As in `Finished`: `sent` when every worker has reported it.
+        """
+        for request_id in sent:
+            kept = self._kept.pop(request_id, None)
+            if kept is not None:
+                self._slots.give_back(kept.lease)
+                self._free_host(kept.host_blocks)
+        for request_id in (*received, *failed):
+            if request_id in self._receiving:
+                self._free_host(self._receiving.pop(request_id))
+                if request_id in self._aborted:
+                    self._aborted.remove(request_id)  # nothing is asked of it any more
+                else:
+                    self._settled.add(request_id)
+
+    def _free_host(self, blocks: BlockLists | None) -> None:
+        if blocks is not None and self._host_pool is not None:
+            self._host_pool.free(blocks)
+
+    @property
+    def num_kept(self) -> int:
+        """Requests that are kept for consumers."""
+        return len(self._kept)
+
+    @property
+    def num_receiving(self) -> int:
+        """Requests that are being received."""
+        return len(self._receiving)
+
+
+def _ceil(tokens: int, spec: GroupSpec) -> int:
+    return -(-tokens // spec.block_size)
+
+
+def _num_blocks(spec: GroupSpec, begin: int, end: int) -> int:
+    """Return how many blocks `cut_table` gives at most."""
+    return _ceil(end, spec) - begin // spec.block_size if spec.block_size else 1
+
+
+def cut_table(
+    spec: GroupSpec, table: Sequence[int], begin: int, end: int
+) -> tuple[tuple[int, ...], int]:
+    """Return the part of a block table that holds positions from `begin` to `end`.
+
+    Parameters
+    ----------
+    spec : GroupSpec
+        The table's group.
+    table : sequence of int
+        Blocks from position 0 on; "none" in front where nothing is kept.
+    begin, end : int
+        Token positions.
+
+    Returns
+    -------
+    blocks : tuple of int
+        The part.
+    start : int
+        Position of its first block, a multiple of the block size.
+
+    Raises
+    ------
+    ConfigError
+        If the table is too short, or has no block where there must be one.
+    """
+    if spec.block_size == 0:
+        return tuple(table), 0
+    if spec.window is not None:
+        begin = max(begin, end - spec.window)
+    first, last = begin // spec.block_size, _ceil(end, spec)
+    cut = tuple(table[first:last])
+    if len(cut) < last - first:
+        raise ConfigError(
+            f"a table of {len(table)} blocks of {spec.block_size} tokens does not reach {end}"
+        )
+    if spec.null_block is not None:
+        nulls = 0
+        while spec.window is not None and nulls < len(cut) and cut[nulls] == spec.null_block:
+            nulls += 1
+        cut, first = cut[nulls:], first + nulls
+        if spec.null_block in cut:
+            raise ConfigError(
+                f"block {spec.null_block}, which stands for none, is inside the table of positions "
+                f"{first * spec.block_size} to {end}"
+            )
+    return cut, first * spec.block_size

@@ -1,0 +1,476 @@
+"""The worker half of a connector: one for each rank, next to its KV cache.
+
+The engine's own thread only hands over and collects; a thread of the connector does the rest, so
+that a step of the engine never waits for a peer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from pynixlkv.connector import messages
+from pynixlkv.connector.config import ConnectorConfig
+from pynixlkv.connector.leases import LeaseTable, make_words
+from pynixlkv.connector.links import Links, Local
+from pynixlkv.connector.metadata import AgentMetadata, ConnectorMetadata, EndState, EngineShape
+from pynixlkv.connector.peers import Peers
+from pynixlkv.connector.receiver import Receiver, RequestEnd
+from pynixlkv.connector.sender import Sender
+from pynixlkv.connector.stats import ConnectorStats
+from pynixlkv.connector.tables import by_group
+from pynixlkv.errors import ClosedError, ConfigError, HandshakeError, PynixlkvError, StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from typing_extensions import Self
+
+    from pynixlkv.agent import Agent
+    from pynixlkv.connector.fences import Fence
+    from pynixlkv.connector.links import Fetch
+    from pynixlkv.connector.metadata import BlockLists, Rank, ReqMeta
+    from pynixlkv.connector.staging import HostStaging
+    from pynixlkv.geometry import KVCache
+
+__all__ = ["ConnectorWorker", "Finished"]
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_LANDING_WORDS = 1024
+"""Lease words that can be on the way at once; further checks wait for a round."""
+
+_LONGEST_PAUSE_S = 1.0
+_NUM_HANDSHAKES = 4
+"""Handshakes that run at once."""
+
+
+@dataclass
+class Finished:
+    """What has ended since it was asked for last; each request appears once in a worker's life.
+
+    Parameters
+    ----------
+    sent : set of str
+        Requests whose blocks may be reused: all readers are done, or the lease is over.
+    received : set of str
+        Requests whose blocks are all here.
+    failed : dict of str to RequestEnd
+        Requests that were to be received and were not: why, and which blocks are not valid. Nothing
+        writes into them any more.
+    """
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: dict[str, RequestEnd] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.sent or self.received or self.failed)
+
+
+def _stage_in(staging: HostStaging, this: Local, meta: ReqMeta) -> Fence:
+    return staging.stage_in(*_staged_tables(this, meta))
+
+
+def _stage_out(staging: HostStaging, this: Local, meta: ReqMeta) -> Fence:
+    host, device = _staged_tables(this, meta)
+    return staging.stage_out(device, host)
+
+
+def _staged_tables(this: Local, meta: ReqMeta) -> tuple[BlockLists, BlockLists]:
+    """Return a request's host and device blocks, one table for each group of the caches."""
+    host, device = (
+        by_group(this.cache.groups, this.table_of, blocks, meta.starts, meta.block_sizes)[0]
+        for blocks in (meta.host_blocks or (), meta.blocks)
+    )
+    return (
+        tuple(tuple(np.asarray(table).tolist()) for table in host.values()),
+        tuple(tuple(np.asarray(table).tolist()) for table in device.values()),
+    )
+
+
+def _side_channel(config: ConnectorConfig, secret: bytes | str | None) -> Fetch:
+    def fetch(
+        address: tuple[str, int], *, engine_id: str, ranks: list[Rank], timeout: float
+    ) -> Mapping[Rank, bytes]:
+        from pynixlkv import handshake
+
+        return handshake.fetch(
+            address,
+            engine_id=engine_id,
+            compatibility=config.compatibility,
+            ranks=ranks,
+            timeout=timeout,
+            secret=secret,
+            allow_insecure=config.allow_insecure,
+        ).hellos
+
+    return fetch
+
+
+class ConnectorWorker:
+    """Receives and sends the KV blocks of one rank.
+
+    Parameters
+    ----------
+    agent : Agent
+        The engine under it, of the caller's choice; not shared with others, since its notifications
+        are all taken here. The caller closes it after `shutdown`.
+    engine_id : str
+        This engine.
+    rank : tuple of (int, int)
+        Pipeline and tensor-parallel rank of this worker.
+    shape : EngineShape
+        Sizes of the engine's parallel groups.
+    config : ConnectorConfig
+        Options.
+    fetch : Fetch, optional
+        Gets hello bytes from another engine; by default from its
+        `pynixlkv.handshake.Handshake`.
+    secret : bytes or str, optional
+        As for `pynixlkv.handshake.fetch`, for the default `fetch`.
+    clock : callable
+        Seconds that only grow.
+    background : bool
+        Whether a thread does the work. Without, the caller calls `poll`.
+
+    Notes
+    -----
+    All methods may be called from any thread, and none waits for a peer.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        *,
+        engine_id: str,
+        rank: Rank = (0, 0),
+        shape: EngineShape | None = None,
+        config: ConnectorConfig | None = None,
+        fetch: Fetch | None = None,
+        secret: bytes | str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        background: bool = True,
+    ) -> None:
+        shape = shape or EngineShape()
+        if not (0 <= rank[0] < shape.pp and 0 <= rank[1] < shape.tp):
+            raise ConfigError(f"rank {rank} is not in an engine of {shape.pp} x {shape.tp} ranks")
+        self._agent = agent
+        self._reader = messages.Reader(engine_id, rank, shape)
+        self._config = config or ConnectorConfig()
+        self._fetch = fetch or _side_channel(self._config, secret)
+        self._clock = clock
+        self._background = background
+        self.stats = ConnectorStats()
+        self._commands: deque[Callable[[float], None]] = deque()
+        self._lock = threading.Lock()  # guards _finished
+        self._finished = Finished()
+        self._sent: set[str] = set()
+        self._ends: dict[str, RequestEnd] = {}
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._links: Links | None = None
+
+    # ---- once
+
+    def register_kv_caches(
+        self,
+        cache: KVCache,
+        *,
+        table_of: Mapping[str, int] | None = None,
+        staging: HostStaging | None = None,
+    ) -> AgentMetadata:
+        """Register the KV cache and begin to work.
+
+        Parameters
+        ----------
+        cache : KVCache
+            All that this rank holds. Not registered if there is a `staging`.
+        table_of : mapping of str to int, optional
+            Which of the engine's block tables each group of the cache uses; the same in all
+            engines. By default the first group uses the first, and so on.
+        staging : HostStaging, optional
+            Host memory that the cache is staged in, where its own cannot be registered.
+
+        Returns
+        -------
+        AgentMetadata
+            For the engine's handshake.
+
+        Raises
+        ------
+        StateError
+            If it was called before.
+        RegistrationError, NativeError
+            If the memory cannot be registered.
+        """
+        if self._links is not None:
+            raise StateError("register_kv_caches was called before; a worker has one cache")
+        moved = cache if staging is None else staging.host_cache
+        table = LeaseTable(self._config.max_leases)
+        words, landing = make_words(_LANDING_WORDS)
+        self._agent.register(moved)
+        self._agent.register(table.cache)
+        self._agent.register(landing)
+        hello = self._agent.hello(moved, table.cache)
+        this = Local(
+            self._agent,
+            self._reader,
+            moved.geometry,
+            landing,
+            table_of or {group.name: i for i, group in enumerate(moved.geometry.groups)},
+            hello,
+            self._config.max_bytes,
+        )
+        self._executor = ThreadPoolExecutor(_NUM_HANDSHAKES, "pynixlkv-handshake")
+        peers = Peers(self._agent)
+        self._links = Links(
+            this,
+            self._fetch,
+            self._submit,
+            peers,
+            timeout=self._config.handshake_timeout,
+            ttl=self._config.peer_ttl,
+        )
+        self._receiver = Receiver(
+            this, words, self._links, self._config, self.stats,
+            stage_in=None if staging is None else partial(_stage_in, staging, this),
+        )  # fmt: skip
+        self._sender = Sender(
+            this, table, self._submit, peers, self._config, self.stats,
+            stage_out=None if staging is None else partial(_stage_out, staging, this),
+        )  # fmt: skip
+        if self._background:
+            self._thread = threading.Thread(
+                target=self._run, name="pynixlkv-connector", daemon=True
+            )
+            self._thread.start()
+        return AgentMetadata(self._reader.engine_id, self._reader.rank, hello)
+
+    # ---- each step
+
+    def start_load_kv(self, metadata: ConnectorMetadata, fence: Fence | None = None) -> None:
+        """Take the scheduler's message for a step.
+
+        Parameters
+        ----------
+        metadata : ConnectorMetadata
+            What to begin.
+        fence : Fence, optional
+            Done when all work of the device that was launched before has ended. Blocks that the
+            message names may have belonged to other requests until now: nothing is received into
+            them before, and nothing is sent out of them.
+        """
+        if not metadata:
+            return
+        self._do(partial(self._take, metadata, fence))
+
+    def _take(self, metadata: ConnectorMetadata, fence: Fence | None, now: float) -> None:
+        receiver, sender = self._receiver, self._sender
+        # Each by itself: what is wrong with one request does not concern the others.
+        todo: list[Callable[[], None]] = [
+            *(partial(receiver.wait_for, *item, now) for item in metadata.reqs_waiting.items()),
+            *(partial(self._receive, *item, fence, now) for item in metadata.reqs_to_recv.items()),
+            *(partial(receiver.release, *item, now) for item in metadata.reqs_to_release.items()),
+            *(partial(receiver.abort, request_id) for request_id in metadata.reqs_to_abort),
+            *(partial(sender.restart, request_id) for request_id in metadata.reqs_preempted),
+            partial(sender.save, metadata.reqs_to_save),
+            *(partial(sender.refuse, *item) for item in metadata.reqs_not_sent.items()),
+            *(partial(sender.keep, *item, fence, now) for item in metadata.reqs_to_send.items()),
+        ]
+        for command in todo:
+            self._guard(command)
+
+    def _receive(self, request_id: str, meta: ReqMeta, fence: Fence | None, now: float) -> None:
+        try:
+            self._receiver.receive(request_id, meta, fence, now)
+        except Exception as error:
+            if not self._receiver.has(request_id):  # it must have an end all the same
+                self._ends[request_id] = RequestEnd(EndState.FAILED, error, meta.blocks)
+                self.stats.ended(EndState.FAILED.value, error)
+            raise
+
+    def save_kv_layer(self, layer: int) -> None:
+        """Tell that a layer of what runs in this step is in the cache, and can be pushed.
+
+        Parameters
+        ----------
+        layer : int
+            Its global index.
+        """
+        self._do(lambda _: self._sender.layer_done(layer))
+
+    def get_finished(self) -> Finished:
+        """Return what has ended since the last call. Does not wait."""
+        with self._lock:
+            finished, self._finished = self._finished, Finished()
+        return finished
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the local blocks of requests that failed and are still to be collected.
+
+        Returns
+        -------
+        set of int
+            Without their groups; `Finished.failed` has them. Call it before `get_finished`.
+        """
+        with self._lock:
+            ends = list(self._finished.failed.values())
+        return {block for end in ends for table in end.blocks for block in table}
+
+    def describe(self) -> str:
+        """Return the state of things in a few lines, for people."""
+        links = self._links.all() if self._links is not None else []
+        lines = [
+            f"{self._reader.engine_id} rank {self._reader.rank}: "
+            f"{self._receiver.num_requests} receiving, {self._sender.num_kept} kept"
+            if self._links is not None
+            else f"{self._reader.engine_id} rank {self._reader.rank}: no cache yet"
+        ]
+        lines += [
+            f"producer {link.engine_id} at {link.address[0]}:{link.address[1]}: "
+            f"{link.state.value}, {len(link.requests)} requests"
+            for link in links
+        ]
+        return "\n".join([*lines, self.stats.describe()])
+
+    # ---- the thread
+
+    def _do(self, command: Callable[[float], None]) -> None:
+        if self._links is None or self._stopping.is_set():
+            raise ClosedError("the worker has no cache yet, or was shut down")
+        self._commands.append(command)
+        self._agent.wake()
+
+    def _submit(self, function: Callable[[], _T]) -> Future[_T]:
+        assert self._executor is not None
+        future = self._executor.submit(function)
+        future.add_done_callback(self._on_submitted)
+        return future
+
+    def _on_submitted(self, _: Future[_T]) -> None:
+        if not self._stopping.is_set():
+            self._agent.wake()
+
+    def poll(self) -> float:
+        """Do what there is to do; called by the connector's thread, or by tests.
+
+        Returns
+        -------
+        float
+            Seconds until it must be called again, unless something happens at the agent before.
+        """
+        now = self._clock()
+        while self._commands:
+            self._guard(partial(self._commands.popleft(), now))
+        for note in self._agent.notifications():
+            self._guard(partial(self._on_notification, note.peer, note.message, now))
+        due = min(
+            self._receiver.poll(now, self._ends),
+            self._sender.poll(now, self._sent),
+            _LONGEST_PAUSE_S,
+        )
+        if self._ends or self._sent:
+            with self._lock:
+                self._collect()
+        self.stats.set_gauges(live_leases=self._sender.num_kept, peers=len(self._links or ()))
+        return due
+
+    def _collect(self) -> None:
+        for request_id, end in self._ends.items():
+            if end.state is EndState.RECEIVED:
+                self._finished.received.add(request_id)
+            else:
+                self._finished.failed[request_id] = end
+        self._finished.sent |= self._sent
+        self._ends, self._sent = {}, set()
+
+    def _guard(self, command: Callable[[], None]) -> None:
+        """Run something whose failure must not end the thread."""
+        try:
+            command()
+        except Exception:
+            _log.exception("a connector command failed")
+            self.stats.count("errors")
+
+    def _on_notification(self, agent: str, data: bytes, now: float) -> None:
+        try:
+            message = messages.decode(data)
+        except HandshakeError as error:
+            self.stats.count("foreign_notifications")
+            _log.warning("a notification of %s was ignored: %s", agent, error)
+            return
+        self._sender.on_any(agent, now)
+        if isinstance(message, messages.Attach):
+            self._sender.on_attach(agent, message)
+        elif isinstance(message, messages.Beat):
+            self._sender.on_beat(agent, message, now)
+        elif isinstance(message, messages.Release):
+            self._sender.on_release(message)
+        elif isinstance(message, messages.Push):
+            self._sender.on_push(agent, message, now)
+        elif isinstance(message, messages.Stop):
+            self._sender.on_stop(agent, message)
+        elif isinstance(message, messages.BeatAck):
+            self._receiver.on_ack(agent, message)
+        else:
+            self._receiver.on_push_end(agent, message)
+
+    def _run(self) -> None:
+        seen = 0
+        while not self._stopping.is_set():
+            try:
+                due = self.poll()
+            except Exception:
+                # The agent itself fails, as it does when it is closed before its time; or it is a
+                # defect, which must not silence the requests that it does not concern.
+                _log.exception("the connector's thread cannot go on for a moment")
+                self.stats.count("errors")
+                due = _LONGEST_PAUSE_S
+            if self._stopping.is_set():
+                return
+            try:
+                seen = self._agent.wait_activity(seen, due)
+            except PynixlkvError:
+                time.sleep(min(due, _LONGEST_PAUSE_S))
+
+    # ---- the end
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """Stop the thread and the handshakes; idempotent.
+
+        Parameters
+        ----------
+        timeout : float
+            Longest wait in seconds for the thread.
+
+        Notes
+        -----
+        What is being received ends unreported, and leases end with the agent: close it next, which
+        waits for quiet. Kept blocks are not to be reused before that.
+        """
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        if self._links is not None:
+            self._agent.wake()
+        if self._thread is not None:
+            self._thread.join(timeout)
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()

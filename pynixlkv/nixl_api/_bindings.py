@@ -1,0 +1,1110 @@
+"""What ``nixl._bindings`` offers: enumerations, exceptions, descriptor lists and the raw agent.
+
+Names, argument forms and return values are NIXL's. Below them is `pynixlkv.nixl`, which checks what
+NIXL does not. A handle is a number here too, but a number that is never used again: after its
+release it is refused, where NIXL would follow a dangling pointer.
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import functools
+import itertools
+import threading
+import weakref
+from collections import Counter
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+
+import numpy as np
+
+from pynixlkv import nixl
+from pynixlkv.errors import (
+    AlreadyRegisteredError,
+    ClosedError,
+    ConfigError,
+    ForkError,
+    LibraryNotFoundError,
+    NativeError,
+    NixlInvalidParamError,
+    NixlNotFoundError,
+    NixlTelemetryError,
+    NotRegisteredError,
+    PynixlkvError,
+    RegistrationInUseError,
+    StalePeerError,
+    StateError,
+    UnknownPeerError,
+)
+from pynixlkv.nixl import RequestState
+from pynixlkv.types import MemoryType, Operation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+    from typing_extensions import ParamSpec
+
+    Params = ParamSpec("Params")
+    Rows = NDArray[np.uint64]
+    Text = str | bytes
+
+Result = TypeVar("Result")
+
+NIXL_INIT_AGENT = ""
+DEFAULT_COMM_PORT = 8888
+HAVE_UCX_GPU_DEVICE_API = False
+"""Memory views for GPU code are not offered, whatever the installed NIXL can do."""
+
+
+# ---- enumerations
+
+
+class _NativeEnum(enum.IntEnum):
+    """Prints like the enumerations of NIXL's extension module."""
+
+    __str__ = enum.Enum.__str__
+
+
+class nixl_thread_sync_t(_NativeEnum):
+    """Locking inside NIXL."""
+
+    NIXL_THREAD_SYNC_NONE = 0
+    NIXL_THREAD_SYNC_STRICT = 1
+    NIXL_THREAD_SYNC_RW = 2
+    NIXL_THREAD_SYNC_DEFAULT = 0
+
+
+class nixl_mem_t(_NativeEnum):
+    """Kinds of memory."""
+
+    DRAM_SEG = 0
+    VRAM_SEG = 1
+    BLK_SEG = 2
+    OBJ_SEG = 3
+    FILE_SEG = 4
+
+
+class nixl_xfer_op_t(_NativeEnum):
+    """Directions; READ is remote to local."""
+
+    NIXL_READ = 0
+    NIXL_WRITE = 1
+
+
+class nixl_cost_t(_NativeEnum):
+    """How a cost was estimated."""
+
+    NIXL_COST_ANALYTICAL_BACKEND = 0
+
+
+class nixl_status_t(_NativeEnum):
+    """What calls return; failures are raised instead."""
+
+    NIXL_IN_PROG = 1
+    NIXL_SUCCESS = 0
+    NIXL_ERR_NOT_POSTED = -1
+    NIXL_ERR_INVALID_PARAM = -2
+    NIXL_ERR_BACKEND = -3
+    NIXL_ERR_NOT_FOUND = -4
+    NIXL_ERR_MISMATCH = -5
+    NIXL_ERR_NOT_ALLOWED = -6
+    NIXL_ERR_REPOST_ACTIVE = -7
+    NIXL_ERR_UNKNOWN = -8
+    NIXL_ERR_NOT_SUPPORTED = -9
+    NIXL_ERR_REMOTE_DISCONNECT = -10
+    NIXL_ERR_CANCELED = -11
+    NIXL_ERR_NO_TELEMETRY = -12
+
+
+NIXL_THREAD_SYNC_NONE = nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE
+NIXL_THREAD_SYNC_STRICT = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+NIXL_THREAD_SYNC_RW = nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
+NIXL_THREAD_SYNC_DEFAULT = nixl_thread_sync_t.NIXL_THREAD_SYNC_DEFAULT
+DRAM_SEG = nixl_mem_t.DRAM_SEG
+VRAM_SEG = nixl_mem_t.VRAM_SEG
+BLK_SEG = nixl_mem_t.BLK_SEG
+OBJ_SEG = nixl_mem_t.OBJ_SEG
+FILE_SEG = nixl_mem_t.FILE_SEG
+NIXL_READ = nixl_xfer_op_t.NIXL_READ
+NIXL_WRITE = nixl_xfer_op_t.NIXL_WRITE
+NIXL_COST_ANALYTICAL_BACKEND = nixl_cost_t.NIXL_COST_ANALYTICAL_BACKEND
+NIXL_IN_PROG = nixl_status_t.NIXL_IN_PROG
+NIXL_SUCCESS = nixl_status_t.NIXL_SUCCESS
+NIXL_ERR_NOT_POSTED = nixl_status_t.NIXL_ERR_NOT_POSTED
+NIXL_ERR_INVALID_PARAM = nixl_status_t.NIXL_ERR_INVALID_PARAM
+NIXL_ERR_BACKEND = nixl_status_t.NIXL_ERR_BACKEND
+NIXL_ERR_NOT_FOUND = nixl_status_t.NIXL_ERR_NOT_FOUND
+NIXL_ERR_MISMATCH = nixl_status_t.NIXL_ERR_MISMATCH
+NIXL_ERR_NOT_ALLOWED = nixl_status_t.NIXL_ERR_NOT_ALLOWED
+NIXL_ERR_REPOST_ACTIVE = nixl_status_t.NIXL_ERR_REPOST_ACTIVE
+NIXL_ERR_UNKNOWN = nixl_status_t.NIXL_ERR_UNKNOWN
+NIXL_ERR_NOT_SUPPORTED = nixl_status_t.NIXL_ERR_NOT_SUPPORTED
+NIXL_ERR_REMOTE_DISCONNECT = nixl_status_t.NIXL_ERR_REMOTE_DISCONNECT
+NIXL_ERR_CANCELED = nixl_status_t.NIXL_ERR_CANCELED
+NIXL_ERR_NO_TELEMETRY = nixl_status_t.NIXL_ERR_NO_TELEMETRY
+
+
+# ---- exceptions
+
+
+class nixlNotPostedError(PynixlkvError):
+    """A transfer that has not been posted, or is not done."""
+
+
+class nixlInvalidParamError(PynixlkvError):
+    """A wrong argument, or a handle that was released."""
+
+
+class nixlBackendError(PynixlkvError):
+    """A backend failed."""
+
+
+class nixlNotFoundError(PynixlkvError):
+    """An agent, a plugin or registered memory that is not known."""
+
+
+class nixlMismatchError(PynixlkvError):
+    """Metadata that is damaged, this agent's own, or another agent's of a known name."""
+
+
+class nixlNotAllowedError(PynixlkvError):
+    """Something that others still use."""
+
+
+class nixlRepostActiveError(PynixlkvError):
+    """A transfer posted while it runs."""
+
+
+class nixlUnknownError(PynixlkvError):
+    """Anything else."""
+
+
+class nixlNotSupportedError(PynixlkvError):
+    """Something that this implementation does not offer."""
+
+
+class nixlRemoteDisconnectError(PynixlkvError):
+    """A transfer or notification failed; the connection to the peer is gone."""
+
+
+class nixlCancelledError(PynixlkvError):
+    """A transfer was cancelled; here for those who catch it."""
+
+
+class nixlNoTelemetryError(PynixlkvError):
+    """The agent was made without telemetry."""
+
+
+_KINDS: tuple[tuple[type[PynixlkvError], type[PynixlkvError]], ...] = (
+    (NotRegisteredError, nixlNotFoundError),
+    (UnknownPeerError, nixlNotFoundError),
+    (StalePeerError, nixlNotFoundError),
+    (NixlNotFoundError, nixlNotFoundError),
+    (NixlInvalidParamError, nixlInvalidParamError),
+    (NixlTelemetryError, nixlNoTelemetryError),
+    (RegistrationInUseError, nixlNotAllowedError),
+    (AlreadyRegisteredError, nixlNotAllowedError),
+    (ClosedError, nixlInvalidParamError),
+    (ConfigError, nixlInvalidParamError),
+)
+
+
+def _raises_nixl(
+    *,
+    backend: type[PynixlkvError] = nixlBackendError,
+    state: type[PynixlkvError] = nixlNotAllowedError,
+) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
+    """Make a method raise NIXL's exceptions.
+
+    NIXL's C interface has one status for most failures, so what the method does decides what a
+    failure of the backend, or a wrong state, is called.
+    """
+
+    def decorate(method: Callable[Params, Result]) -> Callable[Params, Result]:
+        @functools.wraps(method)
+        def call(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+            try:
+                return method(*args, **kwargs)
+            except (ForkError, LibraryNotFoundError):
+                raise
+            except (NativeError, StateError, ConfigError) as error:
+                otherwise = state if isinstance(error, StateError) else backend
+                named = next((to for kind, to in _KINDS if isinstance(error, kind)), otherwise)
+                raise named(str(error)) from error
+
+        return call
+
+    return decorate
+
+
+# ---- serialised lists and metadata
+
+_HEADER = b"nixlSerDes|"
+
+
+def _field(tag: bytes, data: bytes) -> bytes:
+    return tag + len(data).to_bytes(8, "little") + data + b"|"
+
+
+class _FieldReader:
+    """Reads NIXL's serialised form, checking every length before it is used."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.position = 0
+        self._expect(_HEADER)
+
+    def take(self, tag: bytes) -> bytes:
+        """Read the next field, which must have this tag."""
+        self._expect(tag)
+        start = self.position + 8
+        end = start + int.from_bytes(self._data[self.position : start], "little")
+        if start > len(self._data) or end > len(self._data):
+            self._fail(f"field {tag!r} is longer than what is left")
+        self.position = end
+        self._expect(b"|")
+        return self._data[start:end]
+
+    def rest(self) -> bytes:
+        """Return everything that was not read."""
+        return self._data[self.position :]
+
+    def _expect(self, text: bytes) -> None:
+        end = self.position + len(text)
+        if self._data[self.position : end] != text:
+            self._fail(f"expected {text!r}")
+        self.position = end
+
+    def _fail(self, why: str) -> NoReturn:
+        raise nixlMismatchError(
+            f"not what NIXL serialises, or damaged at byte {self.position} of {len(self._data)}: "
+            f"{why}"
+        )
+
+
+def _join_partial(connection: bytes, memory: bytes) -> bytes:
+    """Make one piece of partial metadata of the connection's and the memory's."""
+    heads = []
+    for metadata in (connection, memory):
+        reader = _FieldReader(metadata)
+        reader.take(b"Agent")
+        for _ in range(int.from_bytes(reader.take(b"Conns"), "little")):
+            reader.take(b"t")
+            reader.take(b"c")
+        heads.append(reader.position)
+    return connection[: heads[0]] + memory[heads[1] :]
+
+
+# ---- descriptor lists
+
+
+def _as_rows(descs: Sequence[tuple[Any, ...]]) -> Rows:
+    """Return the first three of each tuple as (n, 3) uint64; never rounds or wraps around."""
+    if not descs:
+        return np.empty((0, 3), dtype=np.uint64)
+    rows = np.array([desc[:3] for desc in descs])
+    if rows.dtype.kind not in "iu":  # numpy makes floats of numbers on both sides of 2**63
+        rows = np.array([desc[:3] for desc in descs], dtype=object)
+    wrong = rows < 0
+    if rows.dtype == object:
+        wrong = np.vectorize(lambda x: not isinstance(x, int) or not 0 <= x < 1 << 64)(rows)
+    if wrong.any():
+        index, column = (int(i) for i in np.argwhere(wrong)[0])
+        raise ValueError(
+            f"descriptor {index} has the {('address', 'length', 'device')[column]} "
+            f"{descs[index][column]!r}; it must be an int from 0 to 2**64 - 1"
+        )
+    return rows.astype(np.uint64)
+
+
+class _DescList:
+    """A list of descriptors of one kind of memory.
+
+    Like NIXL's, it has no length and is never false: callers test ``if descs:`` for None.
+    """
+
+    _width: ClassVar[int] = 3
+    _blank: ClassVar[object] = ()
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        type: nixl_mem_t,
+        descs: list[tuple[Any, ...]] | NDArray[Any] | int = 0,
+        init_size: int = 0,
+    ) -> None:
+        self._type = nixl_mem_t(type)
+        self._keepalive: object = None
+        if isinstance(descs, np.ndarray):
+            self._rows = self._from_array(descs)
+        elif isinstance(descs, list):
+            for desc in descs:
+                self._check(desc)
+            self._rows = _as_rows(descs)
+        else:
+            self._rows = np.zeros((int(descs) or init_size, 3), dtype=np.uint64)
+        self._count = len(self._rows)
+        extras = [self._extra(desc) for desc in descs] if isinstance(descs, list) else []
+        self._extras: list[Any] = extras or [self._blank] * self._count
+
+    @classmethod
+    def _from_array(cls, descs: NDArray[Any]) -> Rows:
+        if descs.ndim != 2 or descs.shape[1] != 3:
+            raise ValueError(f"descs must be a Nx3 numpy array; its shape is {descs.shape}")
+        if descs.dtype not in (np.uint64, np.int64):
+            raise ValueError(
+                f"descs must be a Nx3 numpy array of uint64 or int64; it is of {descs.dtype}"
+            )
+        if not descs.flags.c_contiguous:
+            raise ValueError("descs must be a C-contiguous numpy array")
+        if descs.dtype == np.int64 and len(descs) and int(descs.min()) < 0:
+            index, column = (int(i) for i in np.argwhere(descs < 0)[0])
+            raise ValueError(f"descs[{index}, {column}] is {descs[index, column]}, below zero")
+        return descs.astype(np.uint64)
+
+    @classmethod
+    def _check(cls, desc: object) -> None:
+        if not isinstance(desc, tuple):
+            raise TypeError(f"each descriptor must be a tuple when provided as a list: {desc!r}")
+        if len(desc) != cls._width:
+            raise ValueError(
+                f"each descriptor tuple must have exactly {cls._width} elements: {desc!r}"
+            )
+
+    @classmethod
+    def _extra(cls, desc: tuple[Any, ...]) -> object:
+        """Return what a descriptor has besides address, length and device."""
+        return desc[3:]
+
+    @property
+    def rows(self) -> Rows:
+        """Address, length and device of each descriptor, shape (n, 3)."""
+        return self._rows[: self._count]
+
+    def getType(self) -> nixl_mem_t:
+        """Return the kind of memory."""
+        return self._type
+
+    def descCount(self) -> int:
+        """Return the number of descriptors."""
+        return self._count
+
+    def isEmpty(self) -> bool:
+        """Tell whether there are none."""
+        return self._count == 0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _DescList) or self.__class__ is not other.__class__:
+            return NotImplemented
+        return (
+            self._type == other._type
+            and np.array_equal(self.rows, other.rows)
+            and self._extras == other._extras
+        )
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        address, length, device = self.rows[self._index(index)]
+        extra = () if self._width == 3 else (self._extras[index],)
+        return (int(address), int(length), int(device), *extra)
+
+    def __setitem__(self, index: int, desc: tuple[Any, ...]) -> None:
+        self._check(desc)
+        self.rows[self._index(index)] = _as_rows([desc])[0]
+        self._extras[index] = self._extra(desc)
+
+    def addDesc(self, desc: tuple[Any, ...]) -> None:
+        """Append a descriptor."""
+        self._check(desc)
+        row = _as_rows([desc])
+        if self._count == len(self._rows):
+            room = np.empty((max(8, self._count), 3), dtype=np.uint64)
+            self._rows = np.concatenate([self._rows, room])
+        self._rows[self._count] = row[0]
+        self._extras.append(self._extra(desc))
+        self._count += 1
+
+    append = addDesc
+
+    def index(self, desc: tuple[Any, ...]) -> int:
+        """Return the place of a descriptor.
+
+        Raises
+        ------
+        nixlNotFoundError
+            If it is not in the list.
+        """
+        self._check(desc)
+        for place in np.flatnonzero((self.rows == _as_rows([desc])).all(axis=1)):
+            if self._extras[place] == self._extra(desc):
+                return int(place)
+        raise nixlNotFoundError(f"{desc!r} is not in the list of {self._count} descriptors")
+
+    def remDesc(self, index: int) -> None:
+        """Remove the descriptor at a place."""
+        place = self._index(index)
+        self._rows = np.delete(self.rows, place, axis=0)
+        del self._extras[place]
+        self._count -= 1
+
+    def clear(self) -> None:
+        """Remove all descriptors."""
+        self._count = 0
+        self._extras.clear()
+
+    def print(self) -> None:
+        """Print the list."""
+        print(repr(self))  # noqa: T201
+
+    def __repr__(self) -> str:
+        shown = [self[i] for i in range(min(self._count, 4))]
+        more = f", {self._count - 4} more" if self._count > 4 else ""
+        return f"<{self.__class__.__name__} {self._type.name} {shown}{more}>"
+
+    def _index(self, index: int) -> int:
+        # Beyond the end NIXL reads whatever is there, so that iterating never ends.
+        if not 0 <= index < self._count:
+            raise IndexError(f"descriptor {index} of a list of {self._count}")
+        return index
+
+
+class nixlXferDList(_DescList):
+    """Descriptors of a transfer: tuples of address, length in bytes, device."""
+
+    def __getstate__(self) -> bytes:
+        data = self.rows.tobytes()
+        return _dump(b"nixlBDList", self, [data] if data else [])
+
+    def __setstate__(self, state: bytes) -> None:
+        mem, count, reader = _load(b"nixlBDList", state)
+        data = reader.take(b"") if count else b""
+        if len(data) != 24 * count:
+            raise nixlMismatchError(f"{len(data)} bytes for {count} descriptors of 24 bytes each")
+        rows = np.frombuffer(data, dtype="<u8").reshape(-1, 3).astype(np.uint64)
+        nixlXferDList.__init__(self, mem, rows)
+
+
+class nixlRegDList(_DescList):
+    """Descriptors to register: tuples of address, length in bytes, device, and text or bytes."""
+
+    _width = 4
+    _blank = b""
+
+    @classmethod
+    def _extra(cls, desc: tuple[Any, ...]) -> bytes:
+        return _as_bytes(desc[3], "the fourth element of a descriptor")
+
+    def trim(self) -> nixlXferDList:
+        """Return the same descriptors for a transfer."""
+        return nixlXferDList(self._type, self.rows)
+
+    def __getstate__(self) -> bytes:
+        rows = zip(self.rows, self._extras, strict=True)
+        return _dump(b"nixlSDList", self, [row.tobytes() + extra for row, extra in rows])
+
+    def __setstate__(self, state: bytes) -> None:
+        mem, count, reader = _load(b"nixlSDList", state)
+        descs = []
+        for _ in range(count):
+            data = reader.take(b"")
+            if len(data) < 24:
+                raise nixlMismatchError(f"a descriptor of {len(data)} bytes, below 24")
+            numbers = (int.from_bytes(data[i : i + 8], "little") for i in (0, 8, 16))
+            descs.append((*numbers, data[24:]))
+        nixlRegDList.__init__(self, mem, descs)
+
+
+class nixlRemoteDList(_DescList):
+    """Descriptors of several peers: tuples of address, length in bytes, device, agent name."""
+
+    _width = 4
+    _blank = ""
+
+    @classmethod
+    def _extra(cls, desc: tuple[Any, ...]) -> str:
+        return _as_text(desc[3])
+
+
+def _dump(kind: bytes, descs: _DescList, items: list[bytes]) -> bytes:
+    head = [
+        _field(b"nixlDList", kind),
+        _field(b"t", int(descs.getType()).to_bytes(4, "little")),
+        _field(b"n", descs.descCount().to_bytes(8, "little")),
+    ]
+    return _HEADER + b"".join(head) + b"".join(_field(b"", item) for item in items)
+
+
+def _load(kind: bytes, state: bytes) -> tuple[nixl_mem_t, int, _FieldReader]:
+    reader = _FieldReader(state)
+    seen = reader.take(b"nixlDList")
+    mem = int.from_bytes(reader.take(b"t"), "little")
+    count = int.from_bytes(reader.take(b"n"), "little")
+    if seen != kind or mem not in tuple(nixl_mem_t):
+        raise nixlMismatchError(f"a list of kind {seen!r} and memory {mem}, expected {kind!r}")
+    return nixl_mem_t(mem), count, reader
+
+
+# ---- the agent
+
+
+class nixlXferTelemetry:
+    """What NIXL measured of a transfer; times in microseconds."""
+
+    def __init__(
+        self,
+        startTime: int = 0,
+        postDuration: int = 0,
+        xferDuration: int = 0,
+        totalBytes: int = 0,
+        descCount: int = 0,
+    ) -> None:
+        self.startTime = startTime
+        self.postDuration = postDuration
+        self.xferDuration = xferDuration
+        self.totalBytes = totalBytes
+        self.descCount = descCount
+
+
+class nixlAgentConfig:
+    """Configuration of a raw agent; `pthrDelay` and `lthrDelay` are in microseconds."""
+
+    def __init__(
+        self,
+        useProgThread: bool = False,
+        useListenThread: bool = False,
+        listenPort: int = DEFAULT_COMM_PORT,
+        syncMode: nixl_thread_sync_t = NIXL_THREAD_SYNC_DEFAULT,
+        num_workers: int = 1,  # noqa: ARG002 - which NIXL does not use either
+        pthrDelay: int = 0,
+        lthrDelay: int = 100_000,
+        captureTelemetry: bool = False,
+    ) -> None:
+        self.useProgThread = useProgThread
+        self.useListenThread = useListenThread
+        self.listenPort = listenPort
+        self.syncMode = syncMode
+        self.captureTelemetry = captureTelemetry
+        self.pthrDelay = pthrDelay
+        self.lthrDelay = lthrDelay
+        self.etcdWatchTimeout = datetime.timedelta(seconds=5)
+
+
+class nixlAgent:
+    """NIXL's agent, with numbers for handles."""
+
+    def __init__(self, name: str, config: nixlAgentConfig) -> None:
+        self._agent = nixl.Agent(
+            name,
+            nixl.AgentConfig(
+                progress_thread=config.useProgThread,
+                listen_thread=config.useListenThread,
+                listen_port=config.listenPort,
+                thread_sync=nixl.ThreadSync(config.syncMode),
+                progress_delay_us=config.pthrDelay,
+                listen_delay_us=config.lthrDelay,
+                telemetry=config.captureTelemetry,
+            ),
+        )
+        self._numbers = itertools.count(1)
+        self._backends: dict[int, nixl.Backend] = {}
+        self._prepared: dict[int, nixl.PreparedList] = {}
+        self._requests: dict[int, nixl.Request] = {}
+        self._registrations: dict[_RegistrationKey, list[nixl.Registration]] = {}
+        self._unwanted: set[int] = set()
+        self._books = threading.Lock()  # of the registrations
+        # Holds what the agent has made, so that all of it is still there when the agent is closed.
+        weakref.finalize(
+            self, _close, self._agent, self._prepared, self._requests, self._registrations
+        )
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, as it is when nobody holds it any more."""
+        return self._agent.closed
+
+    # -- plugins and backends
+
+    @_raises_nixl()
+    def getAvailPlugins(self) -> list[str]:
+        """Return the names of the plugins."""
+        return self._agent.get_available_plugins()
+
+    @_raises_nixl()
+    def getPluginParams(self, plugin: str) -> tuple[dict[str, str], list[str]]:
+        """Return parameters and kinds of memory of a plugin."""
+        self._require_plugin(plugin)
+        return _info(self._agent.get_plugin_params(plugin))
+
+    @_raises_nixl()
+    def getBackendParams(self, backend: int) -> tuple[dict[str, str], list[str]]:
+        """Return parameters and kinds of memory of a backend."""
+        return _info(self._agent.get_backend_params(self._backend(backend)))
+
+    @_raises_nixl(state=nixlInvalidParamError)
+    def createBackend(self, plugin: str, params: Mapping[str, str]) -> int:
+        """Create a backend."""
+        self._require_plugin(plugin)
+        return self._number(self._backends, self._agent.create_backend(plugin, params))
+
+    # -- memory
+
+    @_raises_nixl()
+    def registerMem(self, descs: nixlRegDList, backends: Sequence[int] = ()) -> nixl_status_t:
+        """Register memory: all descriptors or none.
+
+        A descriptor that is registered already is counted, and has to be deregistered as often.
+        """
+        _require(descs, nixlRegDList)
+        chosen = self._chosen(backends)
+        done: list[_RegistrationKey] = []
+        with self._books:
+            try:
+                for row, meta in zip(descs.rows, descs._extras, strict=True):
+                    key = _registration_key(descs, row)
+                    if key in self._registrations:
+                        self._registrations[key].append(self._registrations[key][0])
+                    else:
+                        registration = self._agent.register_mem(
+                            row[np.newaxis],
+                            MemoryType(descs.getType()),
+                            metadata=[meta],
+                            keepalive=descs._keepalive,
+                            backends=chosen,
+                        )
+                        self._registrations[key] = [registration]
+                    done.append(key)
+            except BaseException:
+                for key in reversed(done):
+                    self._deregister(key)
+                raise
+        return NIXL_SUCCESS
+
+    @_raises_nixl()
+    def deregisterMem(self, descs: nixlRegDList, backends: Sequence[int] = ()) -> nixl_status_t:
+        """Deregister memory by the descriptors with which it was registered.
+
+        The number of backends does not matter: memory is registered once, with all of its backends.
+        """
+        _require(descs, nixlRegDList)
+        self._chosen(backends)
+        keys = [_registration_key(descs, row) for row in descs.rows]
+        asked: Counter[_RegistrationKey] = Counter()
+        with self._books:
+            for index, key in enumerate(keys):
+                asked[key] += 1
+                if len(self._registrations.get(key, ())) < asked[key]:
+                    raise nixlNotFoundError(
+                        f"descriptor {index} {descs[index]!r} is not registered with agent "
+                        f"{self._agent.name!r}; deregister exactly what was registered, and once"
+                    )
+            for key in keys:
+                self._deregister(key)
+        return NIXL_SUCCESS
+
+    @_raises_nixl()
+    def queryMem(self, descs: nixlRegDList, backend: int) -> list[dict[str, str] | None]:
+        """Ask a storage backend about files or objects."""
+        _require(descs, nixlRegDList)
+        if descs.isEmpty():
+            return []
+        return self._agent.query_mem(
+            descs.rows,
+            MemoryType(descs.getType()),
+            metadata=descs._extras,
+            backends=[self._backend(backend)],
+        )
+
+    # -- metadata
+
+    @_raises_nixl()
+    def makeConnection(self, peer: Text, backends: Sequence[int] = ()) -> nixl_status_t:
+        """Connect ahead of the first transfer."""
+        self._agent.make_connection(_as_text(peer), backends=self._chosen(backends))
+        return NIXL_SUCCESS
+
+    @_raises_nixl()
+    def getLocalMD(self) -> bytes:
+        """Return the metadata that peers load."""
+        return self._agent.get_local_md()
+
+    @_raises_nixl()
+    def getLocalPartialMD(
+        self, descs: nixlRegDList, inc_conn_info: bool = False, backends: Sequence[int] = ()
+    ) -> bytes:
+        """Return the metadata of some memory, with or without the connection's."""
+        _require(descs, nixlRegDList)
+        chosen = self._chosen(backends)
+        connection = self._agent.get_local_partial_md(backends=chosen)
+        if descs.isEmpty():
+            return connection
+        memory = self._agent.get_local_partial_md(
+            descs.rows, MemoryType(descs.getType()), backends=chosen
+        )
+        return _join_partial(connection, memory) if inc_conn_info else memory
+
+    @_raises_nixl(backend=nixlMismatchError)
+    def loadRemoteMD(self, metadata: Text) -> bytes:
+        """Load a peer's metadata and return its name as bytes."""
+        data = _as_bytes(metadata, "metadata")
+        _FieldReader(data).take(b"Agent")  # says what is wrong with bytes that are no metadata
+        return self._agent.load_remote_md(data).encode()
+
+    @_raises_nixl()
+    def invalidateRemoteMD(self, peer: Text) -> nixl_status_t:
+        """Forget a peer; one that is not known is no error."""
+        try:
+            self._agent.invalidate_remote_md(_as_text(peer))
+        except UnknownPeerError:
+            return NIXL_ERR_NOT_FOUND
+        return NIXL_SUCCESS
+
+    @_raises_nixl()
+    def checkRemoteMD(self, peer: Text, descs: nixlXferDList) -> nixl_status_t:
+        """Tell whether a peer is known and its metadata covers the descriptors."""
+        _require(descs, nixlXferDList)
+        known = self._agent.check_remote_md(_as_text(peer), descs.rows, MemoryType(descs.getType()))
+        return NIXL_SUCCESS if known else NIXL_ERR_NOT_FOUND
+
+    @_raises_nixl()
+    def sendLocalMD(self, ip_addr: str = "", port: int = 0) -> None:
+        """Send the metadata to a listener or a metadata server."""
+        self._agent.send_local_md(ip_addr, port)
+
+    @_raises_nixl()
+    def sendLocalPartialMD(
+        self,
+        descs: nixlRegDList,
+        inc_conn_info: bool = False,
+        backends: Sequence[int] = (),
+        ip_addr: str = "",
+        port: int = 0,
+        label: str = "",
+    ) -> None:
+        """Send the metadata of some memory; with the connection's ahead of it if asked."""
+        _require(descs, nixlRegDList)
+        _require_no_label(label)
+        chosen = self._chosen(backends)
+        if inc_conn_info or descs.isEmpty():
+            self._agent.send_local_partial_md(ip=ip_addr, port=port, backends=chosen)
+        if not descs.isEmpty():
+            memory = MemoryType(descs.getType())
+            self._agent.send_local_partial_md(descs.rows, memory, ip_addr, port, backends=chosen)
+
+    @_raises_nixl()
+    def fetchRemoteMD(
+        self, remote_agent: Text, ip_addr: str = "", port: int = 0, label: str = ""
+    ) -> None:
+        """Ask a listener or a metadata server for a peer's metadata."""
+        _require_no_label(label)
+        self._agent.fetch_remote_md(_as_text(remote_agent), ip_addr, port)
+
+    @_raises_nixl()
+    def invalidateLocalMD(self, ip_addr: str = "", port: int = 0) -> None:
+        """Withdraw the metadata from a listener or a metadata server."""
+        self._agent.invalidate_local_md(ip_addr, port)
+
+    # -- transfers
+
+    # All else has been checked: memory that no backend knows is what is left for NIXL to refuse.
+    @_raises_nixl(backend=nixlNotFoundError)
+    def prepXferDlist(
+        self,
+        agent_name: Text | nixlXferDList,
+        *args: Any,  # noqa: ANN401 - three forms of arguments, told apart below
+        **kwargs: Any,  # noqa: ANN401
+    ) -> int:
+        """Prepare a list: ``([agent_name], [mem_type], descs, backend=[])``.
+
+        Without a name, or with an empty one, it is for the local side. With a kind of memory, the
+        descriptors are rows of address, length, device, stride and count.
+        """
+        names = ["agent_name", "descs", "backend"]
+        if isinstance(agent_name, nixlXferDList):
+            args, agent_name = (agent_name, *args), NIXL_INIT_AGENT
+        if "mem_type" in kwargs or (args and isinstance(args[0], nixl_mem_t)):
+            names.insert(1, "mem_type")
+        given = dict(zip(names[1:], args, strict=False)) | kwargs
+        descs = given["descs"]
+        if "mem_type" in given:
+            memory, rows = nixl_mem_t(given["mem_type"]), _expand_strided(descs)
+        else:
+            memory, rows = _require(descs, nixlXferDList).getType(), descs.rows
+        prepared = self._agent.prep_xfer_dlist(
+            _as_text(agent_name) or None,
+            rows,
+            MemoryType(memory),
+            backends=self._chosen(given.get("backend", ())),
+        )
+        return self._number(self._prepared, prepared)
+
+    @_raises_nixl()
+    def makeXferReq(
+        self,
+        operation: nixl_xfer_op_t,
+        local_side: int,
+        local_indices: Sequence[int] | NDArray[Any],
+        remote_side: int,
+        remote_indices: Sequence[int] | NDArray[Any],
+        notif_msg: Text = "",
+        backend: Sequence[int] = (),
+        skip_desc_merg: bool = False,
+    ) -> int:
+        """Make a transfer from prepared lists."""
+        request = self._agent.make_xfer_req(
+            Operation(operation),
+            self._prepared_list(local_side),
+            local_indices,
+            self._prepared_list(remote_side),
+            remote_indices,
+            notification=_as_bytes(notif_msg, "notif_msg") or None,
+            skip_merge=skip_desc_merg,
+            backends=self._chosen(backend),
+        )
+        return self._number(self._requests, request)
+
+    @_raises_nixl(backend=nixlNotFoundError)
+    def createXferReq(
+        self,
+        operation: nixl_xfer_op_t,
+        local_descs: nixlXferDList,
+        remote_descs: nixlXferDList,
+        remote_agent: Text,
+        notif_msg: Text = "",
+        backend: Sequence[int] = (),
+    ) -> int:
+        """Make a transfer from descriptors."""
+        _require(local_descs, nixlXferDList)
+        _require(remote_descs, nixlXferDList)
+        request = self._agent.create_xfer_req(
+            Operation(operation),
+            local_descs.rows,
+            remote_descs.rows,
+            _as_text(remote_agent),
+            local_memory=MemoryType(local_descs.getType()),
+            remote_memory=MemoryType(remote_descs.getType()),
+            notification=_as_bytes(notif_msg, "notif_msg") or None,
+            backends=self._chosen(backend),
+        )
+        return self._number(self._requests, request)
+
+    @_raises_nixl()
+    def estimateXferCost(self, req_handle: int) -> tuple[int, int, nixl_cost_t]:
+        """Return duration and margin in microseconds, and how they were estimated."""
+        cost = self._agent.estimate_xfer_cost(self._request(req_handle))
+        return cost.duration_us, cost.margin_us, nixl_cost_t(cost.method)
+
+    @_raises_nixl(backend=nixlRemoteDisconnectError, state=nixlRepostActiveError)
+    def postXferReq(self, reqh: int, notif_msg: Text = "") -> nixl_status_t:
+        """Start a transfer; an empty message keeps the one it was made with."""
+        message = _as_bytes(notif_msg, "notif_msg") or None
+        return _status(self._agent.post_xfer_req(self._request(reqh), message))
+
+    @_raises_nixl(backend=nixlRemoteDisconnectError)
+    def getXferStatus(self, reqh: int) -> nixl_status_t:
+        """Poll a transfer."""
+        request = self._request(reqh)
+        state = self._agent.get_xfer_status(request)
+        if state == RequestState.NOT_POSTED:
+            raise nixlNotPostedError(f"{request!r} has not been posted")
+        return _status(state)
+
+    @_raises_nixl(state=nixlNotPostedError)
+    def getXferTelemetry(self, reqh: int) -> nixlXferTelemetry:
+        """Return what was measured of a transfer that is done."""
+        return nixlXferTelemetry(*self._agent.get_xfer_telemetry(self._request(reqh)))
+
+    @_raises_nixl()
+    def queryXferBackend(self, reqh: int) -> int:
+        """Return the backend of a transfer."""
+        chosen = self._agent.query_xfer_backend(self._request(reqh))
+        return next(number for number, backend in self._backends.items() if backend is chosen)
+
+    @_raises_nixl()
+    def releaseXferReq(self, reqh: int) -> nixl_status_t:
+        """Release a transfer.
+
+        One that runs is refused: its bytes still move, whatever is done with the handle.
+        """
+        request = self._request(reqh)
+        if request.state == RequestState.PENDING and self._is_running(request):
+            raise nixlNotAllowedError(
+                f"{request!r} is running and cannot be cancelled; its memory stays in use. Poll it "
+                "until it ends, then release it"
+            )
+        self._agent.release_xfer_req(request)
+        self._requests.pop(reqh, None)
+        self._release_unwanted()
+        return NIXL_SUCCESS
+
+    @_raises_nixl()
+    def releasedDlistH(self, handle: int) -> nixl_status_t:
+        """Release a prepared list; transfers made from it may go on."""
+        self._prepared_list(handle)
+        self._unwanted.add(handle)
+        self._release_unwanted()
+        return NIXL_SUCCESS
+
+    # -- notifications
+
+    @_raises_nixl()
+    def getNotifs(
+        self, notif_map: Mapping[str, list[bytes]], backends: Sequence[int] = ()
+    ) -> dict[str, list[bytes]]:
+        """Return the map with the notifications that have arrived added to it."""
+        merged = {peer: list(messages) for peer, messages in notif_map.items()}
+        for peer, message in self._agent.get_notifs(backends=self._chosen(backends)):
+            merged.setdefault(peer, []).append(message)
+        return merged
+
+    @_raises_nixl(backend=nixlRemoteDisconnectError)
+    def genNotif(
+        self, remote_agent: Text, msg: Text, backends: Sequence[int] = ()
+    ) -> nixl_status_t:
+        """Send a notification by itself."""
+        self._agent.gen_notif(
+            _as_text(remote_agent), _as_bytes(msg, "msg"), backends=self._chosen(backends)
+        )
+        return NIXL_SUCCESS
+
+    # -- memory views
+
+    def prepMemView(
+        self,
+        dlist: nixlXferDList | nixlRemoteDList,  # noqa: ARG002
+        backends: Sequence[int] = (),  # noqa: ARG002
+    ) -> int:
+        """Refuse: views for GPU code are not offered."""
+        raise nixlNotSupportedError(
+            "memory views for GPU code are not offered (HAVE_UCX_GPU_DEVICE_API is False)"
+        )
+
+    def releaseMemView(self, mvh: int) -> None:
+        """Refuse: there are no views."""
+        raise nixlInvalidParamError(f"there is no memory view {mvh}; none can be made")
+
+    # -- private
+
+    def _drop_request(self, number: int) -> None:
+        """Release a transfer that nobody holds; one that runs is parked until it has ended."""
+        self._agent.release_xfer_req(self._requests.pop(number))
+        self._release_unwanted()
+
+    def _number(self, table: dict[int, Result], thing: Result) -> int:
+        number = next(self._numbers)
+        table[number] = thing
+        return number
+
+    def _backend(self, number: int) -> nixl.Backend:
+        return _find(self._backends, number, "backend")
+
+    def _prepared_list(self, number: int) -> nixl.PreparedList:
+        return _find(self._prepared, 0 if number in self._unwanted else number, "prepared list")
+
+    def _request(self, number: int) -> nixl.Request:
+        return _find(self._requests, number, "transfer")
+
+    def _chosen(self, backends: Sequence[int]) -> list[nixl.Backend]:
+        return [self._backend(number) for number in backends]
+
+    def _require_plugin(self, plugin: str) -> None:
+        plugins = self._agent.get_available_plugins()
+        if plugin not in plugins:
+            raise nixlNotFoundError(f"there is no plugin {plugin!r}; NIXL has {plugins}")
+
+    def _is_running(self, request: nixl.Request) -> bool:
+        try:
+            return self._agent.get_xfer_status(request) == RequestState.PENDING
+        except PynixlkvError:
+            return False  # it has failed, and so ended
+
+    def _deregister(self, key: _RegistrationKey) -> None:
+        known = self._registrations[key]
+        if len(known) == 1:
+            self._agent.deregister_mem(known[0])
+            del self._registrations[key]
+        else:
+            known.pop()
+
+    def _release_unwanted(self) -> None:
+        """Release the lists that nobody wants, but for those that transfers were made from."""
+        for number in list(self._unwanted):
+            prepared = self._prepared.get(number)
+            try:
+                if prepared is not None:
+                    self._agent.release_dlist_handle(prepared)
+            except ClosedError:
+                pass  # by another thread, just now
+            except StateError:
+                continue
+            self._unwanted.discard(number)
+            self._prepared.pop(number, None)
+
+
+def _close(agent: nixl.Agent, *_: object) -> None:
+    agent.close(0.0)
+
+
+_RegistrationKey = tuple[int, int, int, int]
+
+
+def _registration_key(descs: nixlRegDList, row: Rows) -> _RegistrationKey:
+    return (int(descs.getType()), *(int(number) for number in row))  # type: ignore[return-value]
+
+
+def _find(table: dict[int, Result], number: int, what: str) -> Result:
+    try:
+        return table[number]
+    except KeyError:
+        raise nixlInvalidParamError(
+            f"there is no {what} {number!r}: it was released, or belongs to another agent"
+        ) from None
+
+
+_ListType = TypeVar("_ListType", bound=_DescList)
+
+
+def _require(descs: object, kind: type[_ListType]) -> _ListType:
+    if not isinstance(descs, kind):
+        raise TypeError(f"expected a {kind.__name__}, not {descs!r}")
+    return descs
+
+
+def _require_no_label(label: str) -> None:
+    if label:
+        raise nixlNotSupportedError(
+            f"label {label!r}: labels are for a metadata server, and NIXL's C interface has none"
+        )
+
+
+def _expand_strided(descs: NDArray[Any]) -> Rows:
+    """Return the descriptors of rows of address, length, device, stride and count."""
+    if descs.ndim != 2 or descs.shape[1] != 5:
+        raise ValueError("strided descriptors must be an Nx5 numpy array")
+    if descs.dtype not in (np.uint64, np.int64) or (descs < 0).any():
+        raise ValueError("strided descriptors must be uint64 or int64, and not negative")
+    address, length, device, stride, count = descs.astype(np.uint64).T
+    counts = count.astype(np.int64)
+    which = np.repeat(np.arange(len(descs)), counts)
+    step = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+    addresses = address[which] + step.astype(np.uint64) * stride[which]
+    return np.stack([addresses, length[which], device[which]], axis=1)
+
+
+def _as_text(name: Text) -> str:
+    return name.decode() if isinstance(name, bytes) else name
+
+
+def _as_bytes(value: object, what: str) -> bytes:
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, bytes):
+        return value
+    raise TypeError(f"{what} must be bytes or str, not {value!r}")
+
+
+def _status(state: RequestState) -> nixl_status_t:
+    return NIXL_SUCCESS if state == RequestState.DONE else NIXL_IN_PROG
+
+
+def _info(info: nixl.PluginParams) -> tuple[dict[str, str], list[str]]:
+    return info.params, [nixl_mem_t(memory).name for memory in info.memory_types]

@@ -1,0 +1,213 @@
+"""vLLM's description of its KV cache, as geometry.
+
+vLLM gives every attention layer a tensor with the axes block, head, token and content, in any order
+of strides; content is K and V of a head and token, or a latent. Nothing below needs to tell K from
+V, so content is one axis here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pynixlkv.connector.scheduler import GroupSpec
+from pynixlkv.errors import ConfigError, LayoutError
+from pynixlkv.geometry import KVCache
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["ParallelPlace", "group_specs", "kv_cache"]
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class ParallelPlace:
+    """Where a worker is in vLLM's parallel groups.
+
+    Parameters
+    ----------
+    tp, dcp : tuple of (int, int)
+        Rank and size.
+    interleave : int
+        Consecutive tokens that go to one rank under decode context parallelism.
+    """
+
+    tp: tuple[int, int]
+    dcp: tuple[int, int] = (0, 1)
+    interleave: int = 1
+
+
+def group_specs(kv_cache_config: Any, dcp_size: int) -> list[GroupSpec]:  # noqa: ANN401
+    """Return how the block tables of vLLM's groups are to be read.
+
+    Parameters
+    ----------
+    kv_cache_config : vllm.v1.kv_cache_interface.KVCacheConfig
+        vLLM's.
+    dcp_size : int
+        Ranks that share the tokens of a sequence.
+
+    Returns
+    -------
+    list of GroupSpec
+        One for each group that takes part in transfers.
+
+    Raises
+    ------
+    ConfigError
+        If a group's kind is not supported.
+    """
+    specs = []
+    for group in kv_cache_config.transfer_groups:
+        _check_kind(group)
+        first = _layer_specs(group)[group.layer_names[0]] if group.layer_names else None
+        spec = first if first is not None else group.kv_cache_spec
+        shares = dcp_size if spec.dcp_sharded else 1
+        specs.append(GroupSpec(spec.block_size * shares, window=_window(group), null_block=0))
+    return specs
+
+
+def kv_cache(
+    tensors: Mapping[str, Any],
+    kv_cache_config: Any,  # noqa: ANN401
+    total_kv_heads: int,
+    place: ParallelPlace,
+    *,
+    is_opaque: bool,
+) -> tuple[KVCache, dict[str, int]]:
+    """Describe the tensors that vLLM registers.
+
+    Parameters
+    ----------
+    tensors : mapping of str to torch.Tensor
+        By layer name, each of shape (blocks, heads, tokens, content).
+    kv_cache_config : vllm.v1.kv_cache_interface.KVCacheConfig
+        vLLM's.
+    total_kv_heads : int
+        KV heads of the whole model.
+    place : ParallelPlace
+        This worker's.
+    is_opaque : bool
+        The inside of a head's page is in an order of its own, as vLLM's CPU kernels have it: pages
+        move whole, or by whole heads.
+
+    Returns
+    -------
+    cache : KVCache
+        Its groups are layers that differ in number only.
+    table_of : dict of str to int
+        Which of vLLM's block tables each group uses.
+
+    Raises
+    ------
+    ConfigError
+        If a layer's kind is not supported.
+    LayoutError
+        If a tensor does not fit what vLLM says about it.
+    """
+    alike: dict[tuple[int, str, tuple[int, ...], object], dict[str, Any]] = {}
+    heads_of: dict[tuple[int, str, tuple[int, ...], object], int | None] = {}
+    for index, group in enumerate(kv_cache_config.transfer_groups):
+        _check_kind(group)
+        specs = _layer_specs(group)
+        for name in group.layer_names:
+            if name not in tensors:
+                continue  # on another stage, or sharing the cache of another layer
+            tensor = tensors[name]
+            if tensor.ndim != 4:
+                raise LayoutError(
+                    f"layer {name!r} has a tensor of shape {tuple(tensor.shape)}; expected "
+                    "(blocks, heads, tokens, content)"
+                )
+            key = (index, _NUMBER.sub("#", name), tuple(tensor.shape), tensor.dtype)
+            alike.setdefault(key, {})[name] = tensor
+            heads_of[key] = _total_heads(specs[name], tensor.shape[1], total_kv_heads, place)
+    if not alike:
+        raise ConfigError("vLLM registered no layer of a group that takes part in transfers")
+    caches, table_of = [], {}
+    for (index, template, shape, dtype), members in alike.items():
+        name = f"{index}:{template}"
+        while name in table_of:  # layers of one name pattern with different shapes
+            name += "'"
+        table_of[name] = index
+        spec = _layer_specs(kv_cache_config.transfer_groups[index])[next(iter(members))]
+        caches.append(
+            KVCache.from_tensors(
+                members,
+                axes="BHND",
+                kv_heads=heads_of[index, template, shape, dtype],
+                tp=place.tp,
+                layers=[_layer_number(layer) for layer in members],
+                group=name,
+                dcp=place.dcp if spec.dcp_sharded else (0, 1),
+                interleave=place.interleave if spec.dcp_sharded and place.dcp[1] > 1 else 1,
+                indivisible="N" if is_opaque else "",
+            )
+        )
+    return KVCache.combine(*caches), table_of
+
+
+def _layer_specs(group: Any) -> Mapping[str, Any]:  # noqa: ANN401
+    """Return the spec of each layer; layers of a uniform group may differ."""
+    spec = group.kv_cache_spec
+    own: Mapping[str, Any] | None = getattr(spec, "kv_cache_specs", None)
+    return own if own is not None else dict.fromkeys(group.layer_names, spec)
+
+
+def _check_kind(group: Any) -> None:  # noqa: ANN401
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    for name, spec in _layer_specs(group).items():
+        if not isinstance(spec, AttentionSpec):
+            raise ConfigError(
+                f"layer {name!r} has a cache of kind {type(spec).__name__}; PyNixlKVConnector "
+                "moves attention layers (full, sliding window, MLA) only"
+            )
+        if spec.tokens_per_state != 1:
+            raise ConfigError(
+                f"layer {name!r} stores {spec.tokens_per_state} tokens in one state; "
+                "PyNixlKVConnector needs one each"
+            )
+
+
+def _window(group: Any) -> int | None:  # noqa: ANN401
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    windows = {
+        spec.sliding_window + spec.extra_retained_tokens
+        if isinstance(spec, SlidingWindowSpec)
+        else None
+        for spec in _layer_specs(group).values()
+    }
+    return windows.pop() if len(windows) == 1 else None
+
+
+def _total_heads(
+    spec: Any,  # noqa: ANN401
+    held: int,
+    total: int,
+    place: ParallelPlace,
+) -> int | None:
+    """Return the KV heads of a layer in the whole model; None if every rank holds all of it."""
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
+
+    size = place.tp[1]
+    if isinstance(spec, (MLAAttentionSpec, SlidingWindowMLASpec)):
+        return None
+    if spec.max_tp_shards is not None:
+        return int(held * min(size, spec.max_tp_shards))
+    if held == max(1, total // size):
+        return total
+    return held * size  # heads are packed, or the layer has a number of its own
+
+
+def _layer_number(name: str) -> int:
+    found = [int(number) for number in _NUMBER.findall(name)]
+    if len(found) != 1:
+        raise LayoutError(
+            f"layer {name!r} has {len(found)} numbers in its name; expected one, the layer's"
+        )
+    return found[0]

@@ -1,0 +1,452 @@
+"""`PyNixlKVConnector`: vLLM's types to `pynixlkv.connector` and back, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from pynixlkv import __version__
+from pynixlkv.connector.hostcopy import make_host_tensors
+from pynixlkv.connector.metadata import (
+    ConnectorMetadata,
+    EngineShape,
+    HandOff,
+    RequestInfo,
+)
+from pynixlkv.connector.scheduler import ConnectorScheduler
+from pynixlkv.connector.staging import HostBlockPool, HostStaging
+from pynixlkv.connector.worker import ConnectorWorker
+from pynixlkv.errors import ConfigError, LibraryVersionError
+from pynixlkv.handshake import Handshake
+from pynixlkv.vllm.caches import ParallelPlace, group_specs, kv_cache
+from pynixlkv.vllm.host import BlockCopy, StreamFence
+from pynixlkv.vllm.options import Options
+from pynixlkv.vllm.stats import PyNixlKVPromMetrics, PyNixlKVStats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetric,
+        PromMetricT,
+    )
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from pynixlkv.agent import Agent
+    from pynixlkv.connector.metadata import AgentMetadata, BlockLists
+    from pynixlkv.connector.receiver import Fence
+
+__all__ = ["PyNixlKVConnector"]
+
+_log = logging.getLogger(__name__)
+
+_TESTED = ((0, 32),)
+"""Releases of vLLM that this connector is tested with; its interface changes between releases."""
+
+
+@dataclass
+class _StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """The scheduler's message to the workers for one step."""
+
+    connector: ConnectorMetadata
+    rejected: dict[str, str] = field(default_factory=dict)
+    """Requests whose hand-off is not valid, and why: they fail like a load that fails."""
+
+
+@dataclass
+class _WorkerHello(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What vLLM collects from the workers for the handshake."""
+
+    agent: AgentMetadata
+
+
+class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Moves KV blocks between vLLM engines with pynixlkv.
+
+    Made by vLLM, once in the scheduler's process and once in each worker. Options are those of
+    `pynixlkv.vllm.options.Options`.
+
+    Parameters
+    ----------
+    vllm_config, role, kv_cache_config
+        As vLLM's factory gives them.
+
+    Raises
+    ------
+    LibraryVersionError
+        If this release of vLLM is not one that the connector is tested with.
+    ConfigError
+        If an option is wrong, or the model has a cache of a kind that is not supported.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        _check_version(vllm.__version__)
+        super().__init__(vllm_config, role, kv_cache_config)
+        config = vllm_config.kv_transfer_config
+        self._options = Options.read(config.kv_connector_extra_config)
+        self._engine_id = str(config.engine_id)
+        self._dcp = vllm_config.parallel_config.decode_context_parallel_size
+        self._settings = self._options.connector_config(_compatibility(vllm_config))
+        parallel = vllm_config.parallel_config
+        self._shape = EngineShape(
+            pp=parallel.pipeline_parallel_size, tp=parallel.tensor_parallel_size, dcp=self._dcp
+        )
+        self._handshake: Handshake | None = None
+        self._scheduler: ConnectorScheduler | None = None
+        self._worker: ConnectorWorker | None = None
+        self._agent: Agent | None = None
+        self._infos: dict[str, RequestInfo] = {}
+        self._computed: dict[str, int] = {}
+        self._rejected: dict[str, str] = {}
+        self._failing: dict[str, str] = {}  # rejected requests on their way to the results
+        self._copy: BlockCopy | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            groups = group_specs(kv_cache_config, self._dcp)
+            host_blocks = self._num_host_blocks()
+            self._scheduler = ConnectorScheduler(
+                self._engine_id,
+                groups,
+                shape=self._shape,
+                config=self._settings,
+                host_pool=HostBlockPool([host_blocks] * len(groups)) if host_blocks else None,
+            )
+
+    def _num_host_blocks(self) -> int:
+        """Return the blocks of the host buffer for each table; 0 if there is none."""
+        from vllm.platforms import current_platform
+
+        if self._options.host_buffer_blocks is not None:
+            return self._options.host_buffer_blocks
+        device = self._kv_transfer_config.kv_buffer_device
+        is_needed = device == "cpu" and not current_platform.is_cpu()
+        return int(self._kv_cache_config.num_blocks) if is_needed else 0
+
+    # ---- scheduler
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Serve the hellos of all workers, and advertise where."""
+        options = self._options
+        port = options.side_channel_port
+        if port:
+            port += self._vllm_config.parallel_config.data_parallel_index
+        hellos = {
+            rank: each.agent.hello
+            for rank, each in metadata.items()
+            if isinstance(each, _WorkerHello)
+        }
+        self._handshake = Handshake(
+            self._engine_id,
+            hellos,
+            compatibility=self._settings.compatibility,
+            host=options.side_channel_host,
+            port=port,
+            allow_insecure=options.allow_insecure,
+        )
+        self._side.address = self._handshake.host, self._handshake.port
+        _log.info("engine %s serves its handshake at %s", self._engine_id, self._handshake.address)
+
+    @property
+    def _side(self) -> ConnectorScheduler:
+        assert self._scheduler is not None  # vLLM calls each role's methods on that role only
+        return self._scheduler
+
+    def _info(self, request: Request) -> RequestInfo:
+        """Return a request as the scheduler half knows it; a bad hand-off fails it later."""
+        info = self._infos.get(request.request_id)
+        if info is None:
+            try:
+                hand_off = HandOff.from_dict(request.kv_transfer_params)
+                info = RequestInfo(request.request_id, request.num_prompt_tokens, hand_off)
+                self._side.get_num_new_matched_tokens(info, 0)
+            except ConfigError as error:
+                # Whoever sent it must not be able to stop the engine.
+                _log.error("request %s: %s", request.request_id, error)
+                self._rejected[request.request_id] = str(error)
+                info = RequestInfo(request.request_id, request.num_prompt_tokens)
+            self._infos[request.request_id] = info
+        return info
+
+    def on_new_request(self, request: Request) -> None:
+        """Let the producer know that the request is wanted, while it is queued."""
+        self._side.on_new_request(self._info(request))
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens can be fetched beyond the local ones."""
+        info = self._info(request)
+        self._computed[request.request_id] = num_computed_tokens
+        if request.request_id in self._rejected:
+            count = request.num_prompt_tokens - num_computed_tokens
+            return count, count > 0
+        return self._side.get_num_new_matched_tokens(info, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:  # noqa: ARG002
+        """Return the groups that a load fills: all that take part in transfers."""
+        groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
+        return groups
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Begin to fetch into the blocks that were allocated."""
+        why = self._rejected.pop(request.request_id, None)
+        if why is not None:
+            if num_external_tokens:
+                self._failing[request.request_id] = why
+            return
+        self._side.update_state_after_alloc(
+            self._info(request),
+            self._tables(blocks.get_block_ids()),
+            self._computed.get(request.request_id, 0),
+            num_external_tokens,
+        )
+
+    def _tables(self, block_ids: tuple[list[int], ...]) -> BlockLists:
+        selected = self._kv_cache_config.select_transfer_block_ids(block_ids)
+        return tuple(tuple(table) for table in selected)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:  # noqa: ARG002
+        """Return the message to the workers for this step."""
+        rejected, self._failing = self._failing, {}
+        return _StepMetadata(self._side.build_connector_meta(), rejected)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take what all workers have reported."""
+        self._side.update_finished(
+            sent=connector_output.finished_sending or set(),
+            received=connector_output.finished_recving or set(),
+        )
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keep a request's blocks for a consumer, or let them go."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keep a request's blocks for a consumer, or let them go; one table for each group."""
+        from vllm.v1.request import RequestStatus
+
+        info = self._info(request)
+        for known in (self._infos, self._computed, self._rejected):
+            known.pop(request.request_id, None)
+        return self._side.request_finished(
+            info,
+            self._tables(block_ids),
+            min(request.num_computed_tokens, request.num_prompt_tokens),
+            is_complete=request.status
+            in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED),
+        )
+
+    # ---- worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Register the cache with an agent, and begin to work."""
+        from vllm.distributed.parallel_state import (
+            get_pp_group,
+            get_tensor_model_parallel_rank,
+        )
+
+        rank = get_pp_group().rank_in_group, get_tensor_model_parallel_rank()
+        parallel = self._vllm_config.parallel_config
+        describe = partial(
+            kv_cache,
+            kv_cache_config=self._kv_cache_config,
+            total_kv_heads=self._vllm_config.model_config.get_total_num_kv_heads(),
+            place=ParallelPlace(
+                tp=(rank[1], self._shape.tp),
+                dcp=(rank[1] % self._dcp, self._dcp),
+                interleave=parallel.cp_kv_cache_interleave_size,
+            ),
+            is_opaque=next(iter(kv_caches.values())).device.type == "cpu",
+        )
+        cache, table_of = describe(kv_caches)
+        staging = None
+        host_blocks = self._num_host_blocks()
+        if host_blocks:
+            host = {
+                name: make_host_tensors(
+                    {name: tensor},
+                    axes="BHND",
+                    num_blocks=host_blocks * tensor.shape[0] // self._kv_cache_config.num_blocks,
+                )[name]
+                for name, tensor in kv_caches.items()
+            }
+            self._copy = BlockCopy(kv_caches, host, cache.geometry)
+            staging = HostStaging(cache, describe(host)[0], self._copy)
+        self._agent = self._make_agent(f"{self._engine_id}.{rank[0]}.{rank[1]}")
+        self._worker = ConnectorWorker(
+            self._agent,
+            engine_id=self._engine_id,
+            rank=rank,
+            shape=self._shape,
+            config=self._settings,
+        )
+        self._hello = _WorkerHello(
+            self._worker.register_kv_caches(cache, table_of=table_of, staging=staging)
+        )
+        _log.info("rank %s: %r", rank, cache)
+
+    def set_host_xfer_buffer_ops(self, copy_operation: Callable[..., None]) -> None:
+        """Take vLLM's function that copies blocks between device and host."""
+        if self._copy is not None:
+            self._copy.operation = copy_operation
+
+    def _make_agent(self, name: str) -> Agent:
+        options = self._options
+        if options.engine == "ucx":
+            from pynixlkv.ucx import UcxAgent
+
+            return UcxAgent(name, config=options.backend_params)
+        from pynixlkv.nixl import NixlAgent
+
+        return NixlAgent(name, backend=options.backends[0], backend_params=options.backend_params)
+
+    @property
+    def _loader(self) -> ConnectorWorker:
+        assert self._worker is not None  # vLLM registers the cache before the first step
+        return self._worker
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Return this worker's hello."""
+        return self._hello
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:  # noqa: ARG002
+        """Hand the step's message to the worker half."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, _StepMetadata)
+        fence: Fence | None = StreamFence() if torch.cuda.is_available() else None
+        self._loader.start_load_kv(metadata.connector, fence)
+        self._failing.update(metadata.rejected)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: a request runs only when all of it is here."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: object,
+        **kwargs: object,
+    ) -> None:
+        """Do nothing: blocks are sent from where they are."""
+
+    def wait_for_save(self) -> None:
+        """Do nothing: kept blocks stay until they are reported as sent."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
+        """Return what has ended since the last step, each request once."""
+        finished = self._loader.get_finished()
+        failed = finished.failed.keys() | self._failing.keys()
+        self._failing = {}
+        return KVConnectorTransferResults(
+            finished_sending=finished.sent,
+            finished_recving=finished.received | failed,
+            failed_recving=set(failed),
+        )
+
+    def shutdown(self) -> None:
+        """Close everything that this role has."""
+        if self._worker is not None:
+            self._worker.shutdown()
+        if self._agent is not None:
+            self._agent.close()
+        if self._handshake is not None:
+            self._handshake.close()
+
+    # ---- metrics
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return what was counted since the last call."""
+        if self._worker is None:
+            return None
+        stats = PyNixlKVStats.of(self._worker.stats.take())
+        return None if stats.is_empty() else stats
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """Return counted things as vLLM's type."""
+        return PyNixlKVStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """Return the metrics that vLLM's Prometheus endpoint shows."""
+        return PyNixlKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Ask for heads outside tokens, so that a share of the heads is one piece of a block."""
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
+
+
+def _check_version(version: str) -> None:
+    numbers = version.split(".")
+    if tuple(int(n) if n.isdecimal() else -1 for n in numbers[:2]) not in _TESTED:
+        tested = ", ".join(f"{a}.{b}" for a, b in _TESTED)
+        raise LibraryVersionError(
+            f"vLLM {version} is not one that PyNixlKVConnector is tested with ({tested}); its "
+            "connector interface changes between releases. Use a tested release, or another "
+            "release of pynixlkv"
+        )
+
+
+def _compatibility(vllm_config: VllmConfig) -> dict[str, str]:
+    """Return what two engines must have in common for their bytes to mean the same."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    facts: dict[str, object] = {
+        "vllm": vllm.__version__,
+        "pynixlkv": ".".join(__version__.split(".")[:2]),
+        "model": model.model,
+        "dtype": model.dtype,
+        "cache_dtype": cache.cache_dtype,
+        "kv_heads": model.get_total_num_kv_heads(),
+        "head_size": model.get_head_size(),
+        "layers": model.get_total_num_hidden_layers(),
+        "hybrid_kv_cache_manager": not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
+        "transfer_mode": vllm_config.kv_transfer_config.get_from_extra_config(
+            "transfer_mode", "pull"
+        ),
+    }
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        # The kernels order the inside of a page by instruction set.
+        facts["cpu"] = torch.backends.cpu.get_cpu_capability()
+    return {name: str(value) for name, value in facts.items()}

@@ -1,0 +1,113 @@
+"""What ``kv_connector_extra_config`` may say, by vLLM's own names where they mean the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+
+from pynixlkv.connector.config import ConnectorConfig
+from pynixlkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Options"]
+
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The options of `PyNixlKVConnector`; times in seconds.
+
+    Parameters
+    ----------
+    engine : str
+        What moves the bytes: ``"nixl"`` or ``"ucx"``.
+    backends : list of str
+        NIXL backend, exactly one.
+    backend_params : dict of str to str
+        Its parameters, or UCX's configuration (without the prefix ``UCX_``).
+    transfer_mode : str
+        ``"pull"`` or ``"push"``; the same on both sides.
+    side_channel_host : str
+        Where the handshake listens, and where consumers reach it: an address of this machine, no
+        wildcard.
+    side_channel_port : int
+        Its port, plus the data-parallel index; 0 for any free one.
+    allow_insecure : bool
+        Listen and ask beyond loopback without the shared secret of ``PYNIXLKV_SECRET``.
+    kv_lease_duration : float
+        How long blocks are kept from the end of the prefill, and after each heartbeat.
+    kv_heartbeat_interval : float
+        Time between heartbeats; a sixth of the lease if left out.
+    transfer_timeout : float
+        Longest time from the start of a request's loading to its end.
+    handshake_timeout : float
+        Longest handshake.
+    engine_ttl : float
+        Idle producers are forgotten after as long.
+    max_leases : int
+        Most requests that are kept at once.
+    host_buffer_blocks : int
+        Go through host memory of as many blocks for each table. By default only where
+        ``kv_buffer_device`` is ``"cpu"`` and the device is not, with as many as the device has.
+    enforce_handshake_compat : bool
+        Refuse a peer whose model, dtype or versions differ.
+    """
+
+    engine: Literal["nixl", "ucx"] = "nixl"
+    backends: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1)] = msgspec.field(
+        default_factory=lambda: ["UCX"]
+    )
+    backend_params: dict[str, str] = {}
+    transfer_mode: Literal["pull", "push"] = "pull"
+    side_channel_host: str = "127.0.0.1"
+    side_channel_port: Annotated[int, msgspec.Meta(ge=0, lt=65536)] = 0
+    allow_insecure: bool = False
+    kv_lease_duration: _Seconds = 30.0
+    kv_heartbeat_interval: _Seconds | None = None
+    transfer_timeout: _Seconds = 30.0
+    handshake_timeout: _Seconds = 5.0
+    engine_ttl: _Seconds = 3600.0
+    max_leases: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 16384
+    host_buffer_blocks: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    enforce_handshake_compat: bool = True
+
+    def __post_init__(self) -> None:
+        if self.side_channel_host in ("", "*", "0.0.0.0", "::"):
+            raise ConfigError(
+                f"side_channel_host is {self.side_channel_host!r}; expected an address of this "
+                "machine, because consumers are told to connect to it"
+            )
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any]) -> Options:
+        """Check the options.
+
+        Raises
+        ------
+        ConfigError
+            If one is unknown or out of range; names it.
+        """
+        try:
+            return msgspec.convert(dict(extra), cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(
+                f"kv_connector_extra_config: {error}; PyNixlKVConnector knows "
+                f"{', '.join(cls.__struct_fields__)}"
+            ) from error
+
+    def connector_config(self, compatibility: Mapping[str, str]) -> ConnectorConfig:
+        """Return the options of the layer below."""
+        return ConnectorConfig(
+            transfer_mode=self.transfer_mode,
+            lease_duration=self.kv_lease_duration,
+            heartbeat_interval=self.kv_heartbeat_interval,
+            transfer_timeout=self.transfer_timeout,
+            handshake_timeout=self.handshake_timeout,
+            peer_ttl=self.engine_ttl,
+            max_leases=self.max_leases,
+            compatibility=compatibility if self.enforce_handshake_compat else {},
+            allow_insecure=self.allow_insecure,
+        )

@@ -1,0 +1,329 @@
+"""An imaginary serving engine on the connector kit, whose KV can be predicted element by element.
+
+The value of a token's KV depends on the prompt, the layer, K or V, the head, the position and the
+element, and on nothing else; so whatever arrives anywhere can be compared with what should be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pynixlkv import KVCache
+from pynixlkv.connector.config import ConnectorConfig
+from pynixlkv.connector.metadata import EngineShape, HandOff, RequestInfo
+from pynixlkv.connector.scheduler import ConnectorScheduler, GroupSpec
+from pynixlkv.connector.worker import ConnectorWorker, Finished
+from pynixlkv.topology import held_heads, held_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
+
+    from pynixlkv.agent import Agent
+    from pynixlkv.connector.links import Fetch
+    from pynixlkv.connector.metadata import Rank
+    from pynixlkv.connector.receiver import RequestEnd
+
+POISON = 0xDEAD
+
+
+@dataclass(frozen=True)
+class Model:
+    """What both sides agree about.
+
+    Parameters
+    ----------
+    axes : str
+        Order of a layer's dimensions, of the letters K B H N D.
+    """
+
+    layers: int = 2
+    kv_heads: int | None = 4
+    dim: int = 8
+
+    def kv(self, prompt: int, layers: range, heads: range, tokens: range) -> npt.NDArray[np.uint16]:
+        """Return the KV of a prompt, shape (layers, 2 or 1, heads, tokens, dim)."""
+        kinds = 1 if self.kv_heads is None else 2
+        index = np.ix_(list(layers), range(kinds), list(heads), list(tokens), range(self.dim))
+        layer, kind, head, token, dim = (axis.astype(np.uint64) for axis in index)
+        mixed = (((prompt * 31 + layer) * 7 + kind) * 61 + head) * 8191 + token
+        mixed = (mixed * 17 + dim) * np.uint64(0x9E3779B97F4A7C15)
+        values: npt.NDArray[np.uint16] = (mixed >> np.uint64(48)).astype(np.uint16)
+        return values
+
+
+class ToyRank:
+    """One worker of a toy engine: its cache, its agent and its half of the connector."""
+
+    def __init__(
+        self,
+        model: Model,
+        rank: Rank,
+        shape: EngineShape,
+        *,
+        axes: str,
+        block_size: int,
+        num_blocks: int,
+        agent: Agent,
+        worker: ConnectorWorker,
+    ) -> None:
+        self.model, self.agent, self.worker = model, agent, worker
+        self.axes, self.block_size = axes, block_size
+        self.layers = held_layers(rank[0], shape.pp, model.layers)
+        self.heads = held_heads(rank[1], shape.tp, model.kv_heads)
+        sizes = {"K": 2, "B": num_blocks, "H": len(self.heads), "N": block_size, "D": model.dim}
+        dims = [sizes[letter] for letter in axes]
+        self.tensors = {f"layer.{i}": np.full(dims, POISON, np.uint16) for i in self.layers}
+        self.cache = KVCache.from_tensors(
+            self.tensors,
+            axes=axes,
+            kv_heads=model.kv_heads,
+            tp=(rank[1], shape.tp),
+            layers=list(self.layers),
+        )
+        self.metadata = worker.register_kv_caches(self.cache)
+
+    def _by_block(self, tensor: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
+        """Return a view of a layer, shape (blocks, 2 or 1, heads, block size, dim)."""
+        letters = self.axes
+        for letter in "KH":
+            if letter not in letters:
+                tensor, letters = tensor[None], letter + letters
+        view: npt.NDArray[np.uint16] = tensor.transpose(
+            [letters.index(letter) for letter in "BKHND"]
+        )
+        return view
+
+    def write(self, prompt: int, blocks: Sequence[int], tokens: range) -> None:
+        """Compute the KV of some tokens, whose blocks are given from position 0 on."""
+        values = self.model.kv(prompt, self.layers, self.heads, tokens)
+        where = np.array(blocks, np.int64)[np.array(tokens, np.int64) // self.block_size]
+        for tensor, layer in zip(self.tensors.values(), values, strict=True):
+            view = self._by_block(tensor)
+            view[where, :, :, np.array(tokens, np.int64) % self.block_size] = layer.transpose(
+                2, 0, 1, 3
+            )
+
+    def read(self, blocks: Sequence[int], tokens: range) -> npt.NDArray[np.uint16]:
+        """Return the KV of some tokens, as `Model.kv` does."""
+        where = np.array(blocks, np.int64)[np.array(tokens, np.int64) // self.block_size]
+        layers = [
+            self._by_block(tensor)[where, :, :, np.array(tokens, np.int64) % self.block_size]
+            for tensor in self.tensors.values()
+        ]
+        values: npt.NDArray[np.uint16] = np.stack(layers).transpose(0, 2, 3, 1, 4)
+        return values
+
+    def holds(self, prompt: int, blocks: Sequence[int], tokens: range) -> bool:
+        """Whether the KV of the prompt's tokens is in the blocks."""
+        expected = self.model.kv(prompt, self.layers, self.heads, tokens)
+        return np.array_equal(self.read(blocks, tokens), expected)
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        """Let other requests overwrite blocks."""
+        for tensor in self.tensors.values():
+            self._by_block(tensor)[list(blocks)] = POISON
+
+
+@dataclass
+class ToyRequest:
+    """A request in a toy engine."""
+
+    info: RequestInfo
+    prompt: int
+    blocks: list[int]
+    num_computed: int = 0
+    sent_by: int = 0
+
+
+@dataclass
+class Outcome:
+    """What has become of requests in one or more steps."""
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: dict[str, list[RequestEnd]] = field(default_factory=dict)
+
+
+class ToyEngine:
+    """Scheduler and workers in one process, stepped by hand.
+
+    Parameters
+    ----------
+    make_agent : callable
+        Makes the agent of a rank from its name.
+    fetch : Fetch
+        The side channel.
+    clock : callable
+        Seconds.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        model: Model,
+        make_agent: Callable[[str], Agent],
+        fetch: Fetch,
+        *,
+        axes: str = "KBHND",
+        tp: int = 1,
+        pp: int = 1,
+        block_size: int = 4,
+        num_blocks: int = 16,
+        config: ConnectorConfig | None = None,
+        clock: Callable[[], float] | None = None,
+        background: bool = False,
+    ) -> None:
+        self.id, self.model, self.block_size = engine_id, model, block_size
+        self.shape = EngineShape(pp=pp, tp=tp)
+        config = config or ConnectorConfig()
+        self.config = config
+        self.scheduler = ConnectorScheduler(
+            engine_id, [GroupSpec(block_size)], shape=self.shape, config=config
+        )
+        self.ranks = []
+        for stage in range(pp):
+            for rank in range(tp):
+                agent = make_agent(f"{engine_id}.{stage}.{rank}")
+                options = {} if clock is None else {"clock": clock}
+                worker = ConnectorWorker(
+                    agent,
+                    engine_id=engine_id,
+                    rank=(stage, rank),
+                    shape=self.shape,
+                    config=config,
+                    fetch=fetch,
+                    background=background,
+                    **options,
+                )
+                self.ranks.append(
+                    ToyRank(
+                        model, (stage, rank), self.shape, axes=axes, block_size=block_size,
+                        num_blocks=num_blocks, agent=agent, worker=worker,
+                    )
+                )  # fmt: skip
+        self.background = background
+        self.free = list(range(num_blocks))
+        self.requests: dict[str, ToyRequest] = {}
+        self._reports: dict[str, list[object]] = {}
+
+    @property
+    def hellos(self) -> dict[Rank, bytes]:
+        """What the handshake serves."""
+        return {rank.metadata.rank: rank.metadata.hello for rank in self.ranks}
+
+    def allocate(self, num_tokens: int) -> list[int]:
+        """Take blocks for tokens; the oldest free ones first."""
+        count = -(-num_tokens // self.block_size)
+        assert count <= len(self.free), "the toy engine is out of blocks"
+        taken, self.free = self.free[:count], self.free[count:]
+        return taken
+
+    # ---- producer
+
+    def prefill(
+        self, request_id: str, prompt: int, num_tokens: int, **params: object
+    ) -> dict[str, object] | None:
+        """Compute a prompt and hand it over; the blocks are freed when the scheduler allows."""
+        info = RequestInfo(
+            request_id, num_tokens, HandOff.from_dict({"do_remote_decode": True, **params})
+        )
+        blocks = self.allocate(num_tokens)
+        for rank in self.ranks:
+            rank.write(prompt, blocks, range(num_tokens))
+        keeps, answer = self.scheduler.request_finished(info, (tuple(blocks),), num_tokens)
+        if keeps:
+            self.requests[request_id] = ToyRequest(info, prompt, blocks, num_tokens)
+        else:
+            self.free += blocks
+        return answer
+
+    # ---- consumer
+
+    def arrive(self, request_id: str, prompt: int, num_tokens: int, params: object) -> RequestInfo:
+        """Queue a request."""
+        info = RequestInfo(request_id, num_tokens, HandOff.from_dict(params))  # type: ignore[arg-type]
+        self.requests[request_id] = ToyRequest(info, prompt, [])
+        self.scheduler.on_new_request(info)
+        return info
+
+    def schedule(self, request_id: str, num_computed: int = 0) -> int:
+        """Give a queued request its blocks; returns how many tokens are fetched."""
+        request = self.requests[request_id]
+        count, _ = self.scheduler.get_num_new_matched_tokens(request.info, num_computed)
+        assert count is not None
+        request.blocks = self.allocate(request.info.num_prompt_tokens)
+        for rank in self.ranks:
+            rank.write(request.prompt, request.blocks, range(num_computed))
+        self.scheduler.update_state_after_alloc(
+            request.info, (tuple(request.blocks),), num_computed, count
+        )
+        request.num_computed = num_computed
+        return count
+
+    def finish(self, request_id: str) -> None:
+        """End a request of a consumer, whatever it is at."""
+        request = self.requests[request_id]
+        keeps, _ = self.scheduler.request_finished(
+            request.info, (tuple(request.blocks),), 0, is_complete=False
+        )
+        if not keeps:
+            self._drop(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        self.free += self.requests.pop(request_id).blocks
+
+    def holds(self, request_id: str) -> bool:
+        """Whether all ranks have the right KV of a request."""
+        request = self.requests[request_id]
+        tokens = range(request.info.num_prompt_tokens)
+        return all(rank.holds(request.prompt, request.blocks, tokens) for rank in self.ranks)
+
+    # ---- steps
+
+    def step(self) -> Outcome:
+        """Run one step: tell the workers, let them work, collect what all of them report."""
+        metadata = self.scheduler.build_connector_meta()
+        outcome = Outcome()
+        for rank in self.ranks:
+            rank.worker.start_load_kv(metadata)
+            if not self.background:
+                rank.worker.poll()
+            self._collect(rank.worker.get_finished(), outcome)
+        self.scheduler.update_finished(
+            sent=outcome.sent, received=outcome.received, failed=outcome.failed
+        )
+        for request_id in outcome.sent:
+            self._drop(request_id)
+        return outcome
+
+    def _collect(self, finished: Finished, outcome: Outcome) -> None:
+        """Count reports: a request is sent or received when every worker says so."""
+        reports: dict[str, object] = dict.fromkeys(finished.sent, "sent")
+        reports |= dict.fromkeys(finished.received, "received")
+        reports |= finished.failed
+        for request_id, report in reports.items():
+            seen = self._reports.setdefault(request_id, [])
+            seen.append(report)
+            assert len(seen) <= len(self.ranks), f"{request_id} was reported twice: {seen}"
+            if len(seen) < len(self.ranks):
+                continue
+            del self._reports[request_id]
+            failures = [r for r in seen if r not in ("sent", "received")]
+            if failures:
+                outcome.failed[request_id] = failures  # type: ignore[assignment]
+            elif seen[0] == "sent":
+                outcome.sent.add(request_id)
+            else:
+                outcome.received.add(request_id)
+
+    def close(self) -> None:
+        """Stop the workers and close their agents."""
+        for rank in self.ranks:
+            rank.worker.shutdown()
+        for rank in self.ranks:
+            assert rank.agent.close()

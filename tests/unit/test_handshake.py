@@ -1,0 +1,679 @@
+"""The side channel: what it hands out, what it refuses, and what it keeps to itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+import pynixlkv
+from pynixlkv.errors import (
+    ClosedError,
+    CompatMismatch,
+    ConfigError,
+    EngineIdMismatch,
+    ForkError,
+    HandshakeError,
+    HandshakeTimeout,
+    ProtocolVersionError,
+    RankNotFound,
+    WireError,
+)
+from pynixlkv.handshake import Handshake, fetch
+from pynixlkv.handshake.message import MAX_REQUEST_BYTES, Envelope, Question, Refusal
+from pynixlkv.handshake.security import find_keys, resolve
+
+SECRET = b"sixteen or more random bytes"
+FIELDS = {"model": "m", "dtype": "bfloat16"}
+HELLOS = {(0, tp): f"hello of rank {tp} ".encode() * 40 for tp in range(4)}
+TIMEOUT_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def no_secret_of_the_environment(monkeypatch):
+    monkeypatch.delenv("PYNIXLKV_SECRET", raising=False)
+    monkeypatch.delenv("PYNIXLKV_SECRET_FILE", raising=False)
+
+
+def serve(engine_id="prefill", hellos=HELLOS, **options):
+    return Handshake(engine_id, hellos, **{"compatibility": FIELDS, **options})
+
+
+def ask(listener, **options):
+    address = getattr(listener, "address", listener)
+    defaults = {"engine_id": "prefill", "compatibility": FIELDS, "timeout": TIMEOUT_S}
+    return fetch(address, **{**defaults, **options})
+
+
+@contextmanager
+def raw_client(listener, kind=zmq.REQ, keys=None):
+    """A ZeroMQ client that does what it wants; `keys` are server, own public, own secret."""
+    with zmq.Context() as context, context.socket(kind) as client:
+        client.linger = 0
+        if keys is not None:
+            client.curve_serverkey, client.curve_publickey, client.curve_secretkey = keys
+        client.connect(f"tcp://{listener.address}")
+        yield client
+
+
+def envelope(**changes):
+    fields = {"protocol": 1, "engine_id": "prefill", "compatibility": FIELDS}
+    fields["payload"] = msgspec.msgpack.encode(Question(None))
+    return msgspec.msgpack.encode(Envelope(**{**fields, **changes}))
+
+
+def exchange(client, message):
+    client.send(message)
+    assert client.poll(TIMEOUT_S * 1000), "no reply"
+    return msgspec.msgpack.decode(client.recv(), type=Envelope)
+
+
+def refusal(client, message):
+    return msgspec.msgpack.decode(exchange(client, message).payload, type=Refusal)
+
+
+@contextmanager
+def fake_listener(reply):
+    """A ROUTER that answers every question with the same bytes."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        stop = threading.Event()
+
+        def run():
+            while not stop.is_set():
+                if router.poll(20):
+                    router.send_multipart([*router.recv_multipart()[:-1], reply])
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            stop.set()
+            thread.join()
+
+
+class Proxy:
+    """Forwards TCP connections and keeps every byte that passes, in both directions."""
+
+    def __init__(self, port):
+        self.recorded = bytearray()
+        self._target = port
+        self._accepting = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._accepting.getsockname()[1]}"
+        self._sockets = [self._accepting]
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self):
+        while True:
+            try:
+                near, _ = self._accepting.accept()
+            except OSError:
+                return
+            far = socket.create_connection(("127.0.0.1", self._target))
+            self._sockets += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                thread = threading.Thread(target=self._pump, args=(source, sink))
+                self._threads.append(thread)
+                thread.start()
+
+    def _pump(self, source, sink):
+        try:
+            while data := source.recv(65536):
+                self.recorded += data
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass  # closed at the end of the test
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._accepting.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()
+        for each in self._sockets:
+            with suppress(OSError):  # the other side may have closed it
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        for thread in self._threads[1:]:
+            thread.join()
+
+
+# --- what is handed out ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("secret", [None, SECRET, "a secret as text"])
+def test_all_ranks(secret):
+    with serve(secret=secret) as listener:
+        engine = ask(listener, secret=secret)
+    assert engine.engine_id == "prefill"
+    assert engine.hellos == HELLOS
+    assert engine.ranks == ((0, 0), (0, 1), (0, 2), (0, 3))
+    assert (engine.pp_size, engine.tp_size) == (1, 4)
+    assert "hello of" not in repr(engine)
+
+
+def test_some_ranks_and_ranks_chosen_from_those_that_there_are():
+    hellos = {(pp, tp): b"%d%d" % (pp, tp) for pp in range(2) for tp in range(3)}
+    seen = []
+
+    def choose(ranks):
+        seen.append(ranks)
+        return [rank for rank in ranks if rank[1] == 2]
+
+    with serve(hellos=hellos) as listener:
+        assert ask(listener, ranks=[(1, 2)]).hellos == {(1, 2): b"12"}
+        assert ask(listener, ranks=[]).hellos == {}
+        engine = ask(listener, ranks=choose)
+    assert seen == [((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))]
+    assert engine.hellos == {(0, 2): b"02", (1, 2): b"12"}
+    assert (engine.pp_size, engine.tp_size) == (2, 3)
+
+
+def test_publish_replaces_and_adds():
+    with serve(hellos={(0, 0): b"old"}) as listener:
+        listener.publish((0, 0), b"new")
+        listener.publish((1, 0), bytearray(b"more"))
+        assert ask(listener).hellos == {(0, 0): b"new", (1, 0): b"more"}
+        with pytest.raises(ConfigError, match="rank is 3"):
+            listener.publish(3, b"")
+    with pytest.raises(ClosedError):
+        listener.publish((0, 0), b"late")
+
+
+def test_forms_of_the_address():
+    with serve() as listener:
+        for address in (
+            listener.address,
+            f"tcp://{listener.address}",
+            ("localhost", listener.port),
+        ):
+            assert ask(address).hellos == HELLOS
+
+
+def test_ipv6():
+    with serve(host="::1") as listener:
+        assert listener.address == f"[::1]:{listener.port}"
+        assert ask(listener).hellos == HELLOS
+        assert ask(("::1", listener.port)).hellos == HELLOS
+
+
+def serve_in_a_process(channel, secret):
+    with serve(secret=secret) as listener:
+        channel.send(listener.address)
+        channel.receive()
+
+
+def test_two_processes(start_peer):
+    process = start_peer(serve_in_a_process, SECRET)
+    address = process.receive()
+    assert ask(address, secret=SECRET).hellos == HELLOS
+    process.send("done")
+    process.finish()
+
+
+# --- faults of group C ----------------------------------------------------------------------------
+
+
+def test_B055_another_engine_answers():
+    with serve("prefill-1") as wrong, pytest.raises(EngineIdMismatch) as caught:
+        ask(wrong, engine_id="prefill-0")
+    assert (caught.value.wanted, caught.value.seen) == ("prefill-0", "prefill-1")
+    assert "'prefill-0'" in str(caught.value)
+    assert "'prefill-1'" in str(caught.value)
+
+
+def test_B056_ports_of_data_parallel_engines():
+    listeners = [serve(f"dp-{i}", {(0, 0): b"%d" % i}) for i in range(4)]
+    try:
+        assert len({listener.port for listener in listeners}) == 4
+        for i, listener in enumerate(listeners):
+            assert ask(listener, engine_id=f"dp-{i}").hellos == {(0, 0): b"%d" % i}
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+def test_B056_a_fixed_port_is_kept_and_a_taken_one_refused():
+    with serve() as first:
+        port = first.port
+        with pytest.raises(ConfigError, match=f"{port}.*in use"):
+            serve(port=port)
+    with serve(port=port) as second:
+        assert second.port == port
+        assert ask(("127.0.0.1", port)).hellos == HELLOS
+
+
+def test_B057_eight_listeners_at_once():
+    with ThreadPoolExecutor(8) as pool:
+        listeners = list(pool.map(lambda i: serve(f"e{i}"), range(8)))
+        ports = {listener.port for listener in listeners}
+        engines = list(pool.map(lambda i: ask(listeners[i], engine_id=f"e{i}"), range(8)))
+        list(pool.map(Handshake.close, listeners))
+    assert len(ports) == 8
+    assert [engine.engine_id for engine in engines] == [f"e{i}" for i in range(8)]
+
+
+def test_B058_a_rank_that_is_not_there():
+    with serve() as listener, pytest.raises(RankNotFound) as caught:
+        ask(listener, ranks=[(0, 1), (0, 5)])
+    assert caught.value.missing == [(0, 5)]
+    assert caught.value.available == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    assert "(0, 5); it serves (0, 0), (0, 1), (0, 2), (0, 3)" in str(caught.value)
+
+
+def test_B059_no_hellos():
+    with pytest.raises(ConfigError, match="hellos is empty") as caught:
+        serve(hellos={})
+    assert isinstance(caught.value, ValueError)
+
+
+def test_B060_dtype_differs(caplog):
+    caplog.set_level(logging.WARNING, "pynixlkv.handshake")
+    with serve() as listener, pytest.raises(CompatMismatch) as caught:
+        ask(listener, compatibility={**FIELDS, "dtype": "float16"})
+    assert caught.value.fields == ["dtype"]
+    assert caught.value.differences == [("dtype", "float16", "bfloat16")]
+    assert "dtype is 'float16' here, 'bfloat16' there" in str(caught.value)
+    assert "dtype is 'bfloat16' here, 'float16' there" in caplog.text  # the other side's log
+
+
+def test_B060_a_field_that_one_side_lacks():
+    with serve() as listener, pytest.raises(CompatMismatch) as caught:
+        ask(listener, compatibility={"model": "m", "backend": "x"})
+    assert caught.value.differences == [("backend", "x", None), ("dtype", None, "bfloat16")]
+
+
+def test_B060_payload_is_not_looked_at_before_the_rest_fits():
+    for changes, error in (
+        ({"protocol": 2}, ProtocolVersionError),
+        ({"engine_id": "other"}, EngineIdMismatch),
+        ({"compatibility": {}}, CompatMismatch),
+        ({}, WireError),
+    ):
+        reply = envelope(**changes, payload=b"\xc1 no msgpack")
+        with fake_listener(reply) as address, pytest.raises(HandshakeError) as caught:
+            ask(address)
+        assert type(caught.value) is error
+
+
+def test_a_newer_protocol_is_told_apart():
+    with serve() as listener, raw_client(listener) as client:
+        reply = exchange(client, envelope(protocol=7))
+        assert reply.protocol == 1
+        told = msgspec.msgpack.decode(reply.payload, type=Refusal)
+        assert told.kind == "mismatch"
+        assert "version 7, this side 1" in told.message
+    future = msgspec.msgpack.decode(envelope(protocol=7)) | {"a field of the future": [1]}
+    with (
+        fake_listener(msgspec.msgpack.encode(future)) as address,
+        pytest.raises(ProtocolVersionError) as caught,
+    ):
+        ask(address)
+    assert (caught.value.local_version, caught.value.remote_version) == ("1", "7")
+
+
+class Evil:
+    def __init__(self, file):
+        self.file = str(file)
+
+    def __reduce__(self):
+        return (os.mkdir, (self.file,))
+
+
+def test_B063_a_pickle_is_not_run(tmp_path):
+    from pickle import dumps  # what an attacker would do
+
+    trap = tmp_path / "trap"
+    pickled = dumps(Evil(trap))
+    with serve() as listener:
+        with raw_client(listener) as client:
+            assert refusal(client, pickled).kind == "malformed"
+            assert refusal(client, envelope(payload=pickled)).kind == "malformed"
+        assert ask(listener).hellos == HELLOS
+    for reply in (pickled, envelope(payload=pickled)):
+        with fake_listener(reply) as address, pytest.raises(WireError, match="does not decode"):
+            ask(address)
+    assert not trap.exists()
+    package = Path(pynixlkv.__file__).parent
+    users = {
+        path.relative_to(package).parts[0]
+        for path in package.rglob("*.py")
+        if re.search(r"\b(import|from) (c?pickle|marshal|shelve|dill)\b", path.read_text())
+    }
+    # The twin of NIXL's Python API reads NIXL's descriptor lists, and no other class, from pickles.
+    assert users <= {"nixl_api"}
+
+
+GARBAGE = {
+    "empty": b"",
+    "text": b"GET / HTTP/1.1\r\n\r\n",
+    "truncated": envelope()[:-1],
+    "padded": envelope() + b"\x00",
+    "not a map": msgspec.msgpack.encode([1, "prefill", {}, b""]),
+    "wrong types": msgspec.msgpack.encode({"protocol": "1", "engine_id": 3}),
+    "bad UTF-8": b"\x81\xa4\xff\xff\xff\xff\x01",
+    "deep": b"\x91" * 100_000,
+    "huge length": b"\xdf\xff\xff\xff\xff",
+    "negative rank": envelope(payload=msgspec.msgpack.encode({"ranks": [[0, -1]]})),
+    "rank of a bool": envelope(payload=msgspec.msgpack.encode({"ranks": [[0, True]]})),
+    "huge rank": envelope(payload=msgspec.msgpack.encode({"ranks": [[0, 2**63]]})),
+}
+
+
+def test_B063_garbage_is_refused_and_the_listener_goes_on(caplog):
+    with serve() as listener:
+        with raw_client(listener) as client:
+            for name, message in GARBAGE.items():
+                assert refusal(client, message).kind == "malformed", name
+        with raw_client(listener, zmq.DEALER) as client:  # no empty delimiter, many frames
+            client.send_multipart([b"a", b"b", b"c", b"d"])
+            client.send(envelope())
+            assert client.poll(TIMEOUT_S * 1000)
+            assert b"hello of rank 3" in client.recv()
+        with raw_client(listener) as client:  # too long: the connection is closed
+            client.send(bytes(MAX_REQUEST_BYTES + 1))
+        with socket.create_connection((listener.host, listener.port)) as plain:
+            plain.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(range(256)))
+        assert ask(listener).hellos == HELLOS
+    assert "failed to answer" not in caplog.text  # each was refused, none was a surprise
+
+
+def test_a_defect_in_an_answer_does_not_stop_the_listener(caplog):
+    with serve() as listener:
+        listener._listener.served = None
+        with pytest.raises(HandshakeError, match="its log says why"):
+            ask(listener)
+        listener._listener.served = HELLOS
+        assert ask(listener).hellos == HELLOS
+    assert "Traceback" in caplog.text
+
+
+def test_an_answer_with_other_ranks_is_refused():
+    answer = {"type": "answer", "served": [[0, 0]], "hellos": []}
+    reply = envelope(payload=msgspec.msgpack.encode(answer))
+    with fake_listener(reply) as address, pytest.raises(WireError, match="instead of those"):
+        ask(address, ranks=[(0, 0)])
+
+
+def test_hellos_beyond_the_limit_are_refused(monkeypatch):
+    monkeypatch.setattr("pynixlkv.handshake.server.MAX_REPLY_BYTES", MAX_REQUEST_BYTES + 1000)
+    with serve() as listener:
+        with pytest.raises(HandshakeError, match="ask for fewer"):
+            ask(listener)
+        assert ask(listener, ranks=[(0, 1)]).hellos == {(0, 1): HELLOS[0, 1]}
+
+
+def test_B064_3200_identical_replies():
+    with serve() as listener, ThreadPoolExecutor(64) as pool:
+
+        def fifty(_):
+            return [ask(listener, timeout=100.0) for _ in range(50)]
+
+        replies = [engine for engines in pool.map(fifty, range(64)) for engine in engines]
+    assert len(replies) == 3200
+    assert all(engine.hellos == HELLOS for engine in replies)
+
+
+def test_B066_a_peer_that_accepts_and_never_answers():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        started = time.monotonic()
+        with pytest.raises(HandshakeTimeout, match="accepted the connection and said nothing"):
+            ask(silent.getsockname(), timeout=0.3)
+        assert time.monotonic() - started >= 0.3
+
+
+def test_time_outs_say_how_far_it_got():
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        address = unused.getsockname()
+    with pytest.raises(HandshakeTimeout, match="nobody listens there") as caught:
+        ask(address, timeout=0.3)
+    assert isinstance(caught.value, TimeoutError)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        with pytest.raises(HandshakeTimeout, match="gave no answer"):
+            ask(("127.0.0.1", port), timeout=0.3)
+
+
+def test_a_listener_that_comes_later_is_found():
+    with serve() as first:
+        port = first.port
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ask, ("127.0.0.1", port))
+        with serve(port=port):
+            assert waiting.result().hellos == HELLOS
+
+
+# --- secrets --------------------------------------------------------------------------------------
+
+
+def wrong_keys():
+    keys = find_keys(b"another secret")
+    return keys.server_public, keys.client_public, keys.client_secret
+
+
+def own_keys_with_the_right_server_key():
+    return find_keys(SECRET).server_public, *zmq.curve_keypair()
+
+
+TURNED_AWAY = (
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+)
+
+
+@pytest.mark.parametrize("keys", [None, wrong_keys, own_keys_with_the_right_server_key])
+def test_a_raw_client_without_the_secret_obtains_nothing(keys):
+    with serve(secret=SECRET) as listener:
+        with raw_client(listener, zmq.DEALER, keys and keys()) as client:
+            monitor = client.get_monitor_socket()
+            client.send_multipart([b"", envelope()])
+            seen = zmq.Event(0)
+            while not seen & TURNED_AWAY:
+                assert monitor.poll(TIMEOUT_S * 1000), f"neither served nor refused: {seen!r}"
+                seen |= parse_monitor_message(monitor.recv_multipart())["event"]
+            assert client.poll(0) == 0
+            client.disable_monitor()
+            monitor.close()
+        assert zmq.Event.HANDSHAKE_SUCCEEDED not in seen
+        assert ask(listener, secret=SECRET).hellos == HELLOS
+
+
+def test_fetch_without_the_secret_or_with_another():
+    with serve(secret=SECRET) as listener:
+        with pytest.raises(HandshakeError, match="does not have a shared secret"):
+            ask(listener)
+        with pytest.raises(HandshakeTimeout, match="is the secret the same there"):
+            ask(listener, secret=b"another", timeout=0.5)
+    with serve() as listener, pytest.raises(HandshakeError, match="this side, which has a shared"):
+        ask(listener, secret=SECRET)
+
+
+def test_with_a_secret_nothing_crosses_the_wire_in_clear():
+    telltale = [b"hello of rank", b"prefill", b"bfloat16", SECRET]
+    with serve() as listener, Proxy(listener.port) as proxy:
+        assert ask(proxy.address).hellos == HELLOS
+        assert [text in proxy.recorded for text in telltale] == [True, True, True, False]
+    with serve(secret=SECRET) as listener, Proxy(listener.port) as proxy:
+        assert ask(proxy.address, secret=SECRET).hellos == HELLOS
+        assert len(proxy.recorded) > sum(map(len, HELLOS.values()))
+        assert not [text for text in telltale if text in proxy.recorded]
+
+
+def test_keys_are_derived_alike_and_apart():
+    keys = find_keys(SECRET)
+    assert keys == find_keys(SECRET.decode())
+    assert keys.server_public != keys.client_public
+    assert zmq.curve_public(keys.server_secret) == keys.server_public
+    assert keys != find_keys(SECRET + b"x")
+    assert len(z85.decode(keys.client_secret)) == 32
+    assert keys.client_secret.decode() not in repr(keys)
+
+
+def test_secret_of_the_environment_or_of_a_file(monkeypatch, tmp_path):
+    file = tmp_path / "secret"
+    file.write_bytes(SECRET + b"\n")
+    monkeypatch.setenv("PYNIXLKV_SECRET_FILE", str(file))
+    with serve() as listener:
+        assert ask(listener).hellos == HELLOS
+        assert ask(listener, secret=SECRET).hellos == HELLOS
+    monkeypatch.setenv("PYNIXLKV_SECRET", SECRET.decode())
+    with pytest.raises(ConfigError, match="both set"):
+        serve()
+    monkeypatch.delenv("PYNIXLKV_SECRET_FILE")
+    with serve() as listener:
+        assert ask(listener, secret=SECRET).hellos == HELLOS
+    monkeypatch.delenv("PYNIXLKV_SECRET")
+    monkeypatch.setenv("PYNIXLKV_SECRET_FILE", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        serve()
+
+
+def test_beyond_loopback_a_secret_or_an_explicit_no_is_needed():
+    with pytest.raises(ConfigError, match="set PYNIXLKV_SECRET"):
+        serve(host="0.0.0.0")
+    with pytest.raises(ConfigError, match="set PYNIXLKV_SECRET"):
+        ask(("192.0.2.1", 5600), timeout=0.1)
+    with serve(host="0.0.0.0", secret=SECRET) as listener:
+        assert ask(("127.0.0.1", listener.port), secret=SECRET).hellos == HELLOS
+        with pytest.raises(ConfigError, match="only what it may bind to"):
+            ask(listener, secret=SECRET)
+    with serve(host="0.0.0.0", allow_insecure=True) as listener:
+        assert ask(("127.0.0.1", listener.port)).hellos == HELLOS
+
+
+def test_endpoints():
+    assert resolve("127.0.0.1", 7, keys=None, allow_insecure=False) == ("tcp://127.0.0.1:7", False)
+    assert resolve("::", 7, keys=None, allow_insecure=True) == ("tcp://[::]:7", True)
+    with pytest.raises(ConfigError, match="cannot be resolved"):
+        resolve("no.such.host.invalid", 7, keys=None, allow_insecure=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"engine_id": ""}, "engine_id is ''"),
+        ({"compatibility": {"tp": 4}}, "'tp' is 4"),
+        ({"ranks": [5]}, "rank is 5"),
+        ({"ranks": [(0, -1)]}, r"rank is \(0, -1\)"),
+        ({"ranks": lambda _: ["x"]}, "rank is 'x'"),
+        ({"timeout": 0}, "timeout is 0"),
+        ({"timeout": float("inf")}, "timeout is inf"),
+        ({"secret": ""}, "secret is empty"),
+    ],
+)
+def test_wrong_arguments(options, text):
+    with serve() as listener, pytest.raises(ConfigError, match=text):
+        ask(listener, **options)
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":5", "h:5x", ("h", "5"), ("h", 65536)])
+def test_wrong_addresses(address):
+    with pytest.raises(ConfigError, match=r"expected|cannot be resolved"):
+        ask(address)
+
+
+# --- its own life ---------------------------------------------------------------------------------
+
+
+def test_close_ends_the_thread_and_frees_the_port():
+    listener = serve()
+    threads = [t for t in threading.enumerate() if t.name == "pynixlkv-handshake-prefill"]
+    assert len(threads) == 1
+    listener.close()
+    listener.close()
+    assert not threads[0].is_alive()
+    assert "closed" in repr(listener)
+    with socket.create_server(("127.0.0.1", listener.port)):
+        pass
+
+
+def test_a_dropped_listener_warns_and_stops():
+    listeners = [serve()]
+    thread = listeners[0]._thread
+    with pytest.warns(ResourceWarning, match="dropped without close"):
+        listeners.clear()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+
+
+def test_a_call_leaves_no_file_and_no_thread_behind():
+    folders = [Path("/proc/self/fd"), Path("/proc/self/task")]
+    with serve(secret=SECRET) as listener:
+        before = [len(list(folder.iterdir())) for folder in folders]
+        for _ in range(20):
+            with pytest.raises(RankNotFound):
+                ask(listener, secret=SECRET, ranks=[(9, 9)])
+            with pytest.raises(HandshakeError):
+                ask(listener)
+        with pytest.raises(HandshakeTimeout):
+            ask(listener, secret=b"another", timeout=0.1)
+    after = [len(list(folder.iterdir())) for folder in folders]
+    assert all(a <= b for a, b in zip(after, before, strict=True))
+
+
+def test_no_more_sockets(monkeypatch):
+    make_context = zmq.Context
+
+    def small_context():
+        context = make_context()
+        context.max_sockets = 1
+        return context
+
+    with serve() as listener:
+        monkeypatch.setattr(zmq, "Context", small_context)
+        with pytest.raises(HandshakeError, match="can be opened: Too many open files"):
+            ask(listener)
+
+
+CHILD = """
+import json, os, sys
+from pynixlkv.errors import ForkError
+from pynixlkv.handshake import Handshake, fetch
+listener = Handshake("e", {(0, 0): b"x"}, compatibility={})
+ask = lambda: fetch(listener.address, engine_id="e", compatibility={}).hellos == {(0, 0): b"x"}
+assert ask()
+pid = os.fork()
+if pid == 0:
+    try:
+        listener.publish((0, 0), b"y")
+    except ForkError:
+        listener.close()
+        os._exit(0 if ask() else 2)
+    os._exit(3)
+status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+print(json.dumps([status, ask()]))
+listener.close()
+"""
+
+
+def test_a_forked_child_may_ask_but_not_serve():
+    output = subprocess.run(
+        [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", CHILD],
+        check=True, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert json.loads(output.stdout) == [0, True]
+    assert output.stderr == ""
+
+
+def test_fork_error_is_a_closed_error():
+    assert issubclass(ForkError, ClosedError)

@@ -1,0 +1,342 @@
+"""Real vLLM engines in processes of their own, and the part of the proxy between two of them.
+
+An engine is a child process that holds a `vllm.LLM`, which has two more processes: its scheduler
+and its worker. The test says what to generate and gets tokens, the reason why they ended, and the
+parameters that one engine wants handed to the other.
+"""
+
+import contextlib
+import functools
+import os
+import random
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from peers import Peer
+
+VOCABULARY = 1024
+LENGTHS = (5, 40, 300)
+MAX_TOKENS = 16
+START_S = 300.0
+ANSWER_S = 120.0
+
+# What a proxy sends to the prefill engine.
+PREFILL_PARAMS = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+@dataclass(frozen=True)
+class Connector:
+    """A connector as vLLM's configuration names it, and the environment of its engines."""
+
+    name: str
+    module: str | None = None
+    extra: dict = field(default_factory=dict)
+    env: dict = field(default_factory=dict)
+    policy: str = "fail"
+
+    def with_(self, **changes):
+        """The same with other fields; dictionaries are merged into what is there."""
+        for key in ("extra", "env"):
+            if key in changes:
+                changes[key] = {**getattr(self, key), **changes[key]}
+        return replace(self, **changes)
+
+    def config(self, role):
+        """vLLM's ``kv_transfer_config``."""
+        config = {
+            "kv_connector": self.name,
+            "kv_role": role,
+            "kv_buffer_device": "cpu",
+            "kv_load_failure_policy": self.policy,
+            "kv_connector_extra_config": self.extra,
+        }
+        if self.module is not None:
+            config["kv_connector_module_path"] = self.module
+        return config
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine made of one prompt."""
+
+    tokens: list
+    finish: str
+    params: dict | None
+    seconds: float
+
+
+def make_prompts(lengths, seed):
+    """Random prompts of these lengths."""
+    rng = random.Random(seed)
+    return [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+# ---- in the child
+
+
+def write_model(channel, path):
+    """Write a small Llama with random weights, whose greedy tokens depend on the whole prompt."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=2048,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+        # With the usual 0.02 the last token alone decides what comes next.
+        initializer_range=0.1,
+    )
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(path)
+
+
+def run_engine(channel, options):
+    """Make an engine and answer until told to stop."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=8,
+        seed=0,
+        disable_log_stats=False,
+        **options,
+    )
+    channel.send("ready")
+    while (request := channel.receive(timeout=None)) is not None:
+        if request == "metrics":
+            channel.send(read_metrics(llm))
+            continue
+        started = time.monotonic()
+        prompts, sampling = [], []
+        for tokens, max_tokens, params in request:
+            prompts.append({"prompt_token_ids": tokens})
+            sampling.append(
+                SamplingParams(
+                    temperature=0.0,
+                    max_tokens=max_tokens,
+                    ignore_eos=True,
+                    detokenize=False,
+                    extra_args=None if params is None else {"kv_transfer_params": params},
+                )
+            )
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.monotonic() - started
+        channel.send(
+            [
+                (
+                    list(output.outputs[0].token_ids),
+                    output.outputs[0].finish_reason,
+                    output.kv_transfer_params,
+                    seconds,
+                )
+                for output in outputs
+            ]
+        )
+    return "stopped"
+
+
+def read_metrics(llm):
+    """vLLM's counters and sums by name, with the source where there is one."""
+    values = {}
+    for metric in llm.get_metrics():
+        source = metric.labels.get("source")
+        key = f"{metric.name}[{source}]" if source else metric.name
+        number = getattr(metric, "value", getattr(metric, "sum", None))
+        if number is not None:
+            values[key] = values.get(key, 0) + number
+    return values
+
+
+# ---- in the test
+
+
+def free_port():
+    """A port that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Engine:
+    """One engine. `log` is the file with what its processes print."""
+
+    def __init__(self, name, model, folder, connector=None, role="kv_both", **options):
+        self.name = name
+        self.log = Path(folder) / f"{name}.log"
+        env = {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            # Otherwise every engine pins its threads to the first core.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            **(connector.env if connector else {}),
+        }
+        options = {"model": str(model), "dtype": "float32", **options}
+        if connector is not None:
+            options["kv_transfer_config"] = connector.config(role)
+        with self.log.open("wb") as log:
+            self._peer = Peer(
+                run_engine,
+                options,
+                env=env,
+                deadline_s=3600.0,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a group of its own, which can be stopped and killed
+            )
+
+    @property
+    def group(self):
+        """Number of its process group."""
+        return self._peer.process.pid
+
+    def wait_until_ready(self):
+        """Wait for the end of its start."""
+        assert self._receive(START_S) == "ready"
+        return self
+
+    def start_generating(self, prompts, max_tokens=MAX_TOKENS, params=None):
+        """Hand it prompts; `answers` waits for what comes of them."""
+        every = params if isinstance(params, list) else [params] * len(prompts)
+        self._peer.send([(p, max_tokens, q) for p, q in zip(prompts, every, strict=True)])
+
+    def answers(self, timeout=ANSWER_S):
+        """Wait for the answers to all prompts."""
+        return [Answer(*answer) for answer in self._receive(timeout)]
+
+    def generate(self, prompt, max_tokens=MAX_TOKENS, params=None, timeout=ANSWER_S):
+        """Answer one prompt."""
+        self.start_generating([prompt], max_tokens, params)
+        (answer,) = self.answers(timeout)
+        return answer
+
+    def prefill(self, prompt):
+        """Prefill a prompt; returns the parameters for the decode engine."""
+        answer = self.generate(prompt, max_tokens=1, params=PREFILL_PARAMS)
+        assert answer.params, f"{self.name} gave no parameters for the decode engine"
+        return answer.params
+
+    def metrics(self):
+        """vLLM's counters."""
+        self._peer.send("metrics")
+        return self._receive(ANSWER_S)
+
+    def libraries(self):
+        """File names of the shared libraries that its processes have loaded."""
+        names = set()
+        for pid in self.pids():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+                names |= {Path(line.split(maxsplit=5)[5]).name for line in lines if "/" in line}
+        return names
+
+    def pids(self):
+        """Process ids of its group."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                if os.getpgid(int(entry.name)) == self.group:
+                    found.append(int(entry.name))
+        return found
+
+    def unread_bytes(self):
+        """Bytes that have arrived at its TCP sockets and were not read yet."""
+        inodes = set()
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                for fd in Path(f"/proc/{pid}/fd").iterdir():
+                    with contextlib.suppress(OSError):
+                        inodes.add(str(fd.readlink()).removeprefix("socket:[").removesuffix("]"))
+        total = 0
+        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+            for line in Path(table).read_text().splitlines()[1:]:
+                columns = line.split()
+                established = columns[3] == "01"
+                if established and columns[9] in inodes:
+                    total += int(columns[4].partition(":")[2], 16)
+        return total
+
+    def freeze(self):
+        """Stop all of its processes."""
+        self._signal(signal.SIGSTOP)
+
+    def kill(self):
+        """Kill all of its processes."""
+        self._signal(signal.SIGKILL)
+        self._peer.process.wait(60)
+
+    def close(self):
+        """Let it end by itself, and kill it if it does not."""
+        with contextlib.suppress(OSError, EOFError, TimeoutError, AssertionError):
+            self._peer.send(None)
+            self._peer.finish(30.0)
+        self.kill()
+        self._peer.kill()
+
+    def _signal(self, number):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.group, number)
+
+    def _receive(self, timeout):
+        try:
+            return self._peer.receive(timeout)
+        except (EOFError, TimeoutError, AssertionError) as error:
+            lines = self.log.read_text(errors="replace").splitlines()[-40:]
+            raise AssertionError(
+                f"engine {self.name}: {type(error).__name__} {error}\n" + "\n".join(lines)
+            ) from error
+
+
+class Cluster:
+    """Engines on one model, all closed at the end."""
+
+    def __init__(self, model, folder):
+        self.model = model
+        self.folder = folder
+        self._engines = []
+
+    def start(self, name, connector=None, role="kv_both", **options):
+        """Start an engine and wait until it is ready: vLLM sizes its cache by what is free."""
+        label = f"{len(self._engines)}-{name}"
+        engine = Engine(label, self.model, self.folder, connector, role, **options)
+        self._engines.append(engine)
+        return engine.wait_until_ready()
+
+    prefill = functools.partialmethod(start, "prefill", role="kv_producer")
+    decode = functools.partialmethod(start, "decode", role="kv_consumer")
+
+    def close(self):
+        """End all engines."""
+        for engine in reversed(self._engines):
+            engine.close()
+
+
+def wait_for(condition, what, timeout=60.0):
+    """Look until a condition holds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout} s"
+        time.sleep(0.01)
