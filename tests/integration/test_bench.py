@@ -13,6 +13,7 @@ import pytest
 from bench.gpu import make_cases as make_gpu_cases
 from pynixlkv.cli.bench.cases import Case, Fault, Series
 from pynixlkv.cli.bench.run import run_cases
+from pynixlkv.cli.render import bench_verdict
 
 BENCH = [sys.executable, "-m", "pynixlkv", "bench"]
 KIB = 1 << 10
@@ -33,7 +34,7 @@ def measure(*cases, rounds=2):
 def test_everything_that_is_compared_moves_the_right_bytes(transport, operation):
     series = (Series.memcpy, Series.binding, Series.ucx, Series.nixl)
     report = measure(Case(transport, operation, "scattered", 4 * KIB, 64, 8, series))
-    assert report.ok, report.as_dict()
+    assert report.ok, bench_verdict(report)
     (case,) = report.cases
     assert [each.series for each in case.series] == [each.value for each in series]
     for each in case.series:
@@ -50,7 +51,7 @@ def test_nixl_python_and_unwritten_memory_take_part_too():
         Case("cma", "get", "repeated", 64 * KIB, 16, 1, series),
         Case("cma", "put", "repeated", 64 * KIB, 16, 4, (Series.perftest, Series.binding)),
     )
-    assert report.ok, report.as_dict()
+    assert report.ok, bench_verdict(report)
     assert [case.limit for case in report.cases] == ["memcpy", "ucx_perftest", "ucx_perftest"]
 
 
@@ -58,14 +59,14 @@ def test_nixl_python_and_unwritten_memory_take_part_too():
 def test_allocated_memory_is_measured(transport):
     series = (Series.memcpy, Series.ucx_allocated)
     report = measure(Case(transport, "put", "scattered", 16 * KIB, 64, 8, series))
-    assert report.ok, report.as_dict()
+    assert report.ok, bench_verdict(report)
 
 
 def test_the_gpu_cases_run_on_the_host():
     series = (Series.memcpy, Series.binding, Series.ucx, Series.nixl)
     cases = make_gpu_cases("cpu", total_bytes=KIB << 8, sizes=[16 * KIB], series=series)
     report = measure(*cases)
-    assert report.ok, report.as_dict()
+    assert report.ok, bench_verdict(report)
     assert len(report.cases) == 4
 
 
