@@ -160,6 +160,28 @@ cov-report: build $(VENV)/.cov-deps
 bench: build $(VENV)/.test-deps  ## measure; results in build/bench.json
 	$(PY) -m pytest bench --benchmark-enable --benchmark-json=build/bench.json
 
+# For a machine with a GPU and without a network: gpu-wheels here, then take the folder along. The
+# Python there must have torch and what builds the package; UCX is the one inside NIXL's wheel.
+GPU_PYTHON ?= 3.12
+GPU_NIXL ?= nixl-cu13==1.5.1
+GPU_SITE := build/gpu
+GPU_ENV := PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(GPU_SITE)):$(CURDIR)
+
+.PHONY: gpu-wheels
+gpu-wheels: $(VENV)/.venv-made  ## fetch into .whl what `make gpu` needs besides torch
+	$(PIP) download --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
+		$(foreach tag,2_28 2_27 2_17,--platform manylinux_$(tag)_x86_64) \
+		--platform manylinux2014_x86_64 -d .whl \
+		"$(GPU_NIXL)" msgspec cython-cmake scikit-build-core pathspec pybind11
+
+.PHONY: gpu
+gpu:  ## build from source without a network, test and measure GPU memory
+	$(PYTHON) -m pip install -q --no-index --no-deps --upgrade --target $(GPU_SITE) $(wildcard .whl/*.whl)
+	$(GPU_ENV) $(PYTHON) -m pip install -q --no-index --no-deps --no-build-isolation --upgrade \
+		-Cbuild-dir=build/gpu-cmake --target $(GPU_SITE) .
+	$(GPU_ENV) $(PYTHON) -m pytest -p no:cacheprovider tests/gpu
+	$(GPU_ENV) $(PYTHON) -m bench.gpu
+
 .PHONY: clean
 clean:  ## remove everything that these targets made
 	rm -rf build dist .venv .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks \

@@ -1,22 +1,26 @@
 /// @file
 /// The UCX owners for pynixlkv/ucx, which checks and converts arguments. Everything that may take a
 /// lock of ours or of the library runs without the GIL.
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <cstring>
 #include <deque>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/error.hpp"
 #include "base/text.hpp"
 #include "bindings/bind.hpp"
 #include "bindings/py_shared.hpp"
 #include "bindings/py_wait.hpp"
+#include "ucx/batch.hpp"
 #include "ucx/listener.hpp"
 #include "ucx/request.hpp"
 
@@ -136,6 +140,25 @@ PyRequest move(const PyMemory& local, std::uint64_t offset, const PyKey& key, st
                                     }));
 }
 
+using PlaceArray = py::array_t<std::uint64_t, py::array::c_style>;
+
+Shared<Batch> make_batch(const PyMemory& local, const PyKey& key, std::uint64_t remote,
+                         const PlaceArray& array, std::uint64_t length, bool is_get,
+                         std::size_t window, bool is_timed) {
+    if (array.ndim() != 2 || array.shape(1) != 2) {
+        throw Error("ConfigError", "places must be a uint64 array of shape (n, 2)");
+    }
+    std::vector<Place> places(static_cast<std::size_t>(array.shape(0)));
+    if (!places.empty()) {
+        std::memcpy(places.data(), array.data(), places.size() * sizeof(Place));
+    }
+    return Shared<Batch>(without_gil([&] {
+        const auto inside = key->endpoint()->worker()->enter();
+        return std::make_shared<Batch>(local.ptr(), key.ptr(), remote, std::move(places), length,
+                                       is_get, window, is_timed);
+    }));
+}
+
 void bind_memory(py::module_& m) {
     py::class_<PyLibrary>(m, "UcxLibrary")
         .def(py::init([](const std::string& path) {
@@ -214,6 +237,14 @@ void bind_connections(py::module_& m) {
                 return self->progress();
             },
             NoGil())
+        .def(
+            "spin",
+            [](const PyWorker& self, double seconds) {
+                (void)wait_in_slices(seconds, [&](TimePoint until) {
+                    return self->progress_until(until, true, [] { return false; });
+                });
+            },
+            py::arg("seconds"))
         .def(
             "arm",
             [](const PyWorker& self) {
@@ -365,6 +396,26 @@ void bind_connections(py::module_& m) {
                 });
             },
             py::arg("address"));
+
+    py::class_<Shared<Batch>>(m, "UcxBatch")
+        .def(py::init(&make_batch), py::arg("local"), py::arg("key"), py::arg("remote"),
+             py::arg("places"), py::arg("length"), py::arg("is_get"), py::arg("window"),
+             py::arg("is_timed"))
+        .def("times",
+             [](const Shared<Batch>& self) {
+                 const auto& times = self->times();
+                 return py::array_t<std::int64_t>(static_cast<py::ssize_t>(times.size()),
+                                                  times.data());
+             })
+        .def(
+            "wait",
+            [](const Shared<Batch>& self, double timeout, bool spin) {
+                return wait_in_slices(timeout, [&](TimePoint until) {
+                    return self->worker().progress_until(until, spin,
+                                                         [&] { return self->advance(); });
+                });
+            },
+            py::arg("timeout"), py::arg("spin"));
 
     m.def("ucx_move", &move, py::arg("local"), py::arg("offset"), py::arg("key"), py::arg("remote"),
           py::arg("length"), py::arg("is_get"), NoGil());

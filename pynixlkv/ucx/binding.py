@@ -385,6 +385,17 @@ class Worker:
         self._awaited.settle()
         return done
 
+    def spin(self, seconds: float) -> None:
+        """Let UCX work for some time without a pause, for the shortest delay to peers.
+
+        Parameters
+        ----------
+        seconds : float
+            How long.
+        """
+        self._native.spin(seconds)
+        self._awaited.settle()
+
     def arm(self) -> bool:
         """Prepare to sleep on `event_fd`.
 
