@@ -28,7 +28,7 @@ class Proxy:
         self._timeout = ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         self._session: ClientSession
 
-    async def run_session(self, app: web.Application) -> Any:  # noqa: ANN401 - aiohttp's context
+    async def run_session(self, _: web.Application) -> Any:
         """Keep one HTTP session for as long as the application runs."""
         async with ClientSession(timeout=self._timeout) as self._session:
             yield

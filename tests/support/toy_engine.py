@@ -1,7 +1,7 @@
 """An imaginary serving engine on the connector kit, whose KV can be predicted element by element.
 
 The value of a token's KV depends on the prompt, the layer, K or V, the head, the position and the
-element, and on nothing else; so whatever arrives anywhere can be compared with what should be there.
+element, and on nothing else; so whatever arrives anywhere can be compared with what should be.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from pynixlkv.agent import Agent
     from pynixlkv.connector.links import Fetch
-    from pynixlkv.connector.metadata import BlockLists, Rank
+    from pynixlkv.connector.metadata import Rank
     from pynixlkv.connector.receiver import RequestEnd
 
 POISON = 0xDEAD
@@ -93,7 +93,10 @@ class ToyRank:
         for letter in "KH":
             if letter not in letters:
                 tensor, letters = tensor[None], letter + letters
-        return tensor.transpose([letters.index(letter) for letter in "BKHND"])
+        view: npt.NDArray[np.uint16] = tensor.transpose(
+            [letters.index(letter) for letter in "BKHND"]
+        )
+        return view
 
     def write(self, prompt: int, blocks: Sequence[int], tokens: range) -> None:
         """Compute the KV of some tokens, whose blocks are given from position 0 on."""

@@ -15,7 +15,7 @@ def policy(request):
     return request.param
 
 
-@pytest.fixture(scope="module", params=["NIXL_API"])
+@pytest.fixture(scope="module", params=["OURS", "NIXL_API"])
 def connector(request, policy):
     return getattr(connectors, request.param).with_(policy=policy, env=TCP)
 

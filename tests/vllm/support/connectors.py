@@ -11,7 +11,7 @@ NIXL_API = NIXL.with_(env={"PYNIXLKV_NIXL_API": "1"})
 OURS = Connector("PyNixlKVConnector")
 """pynixlkv's; vLLM finds it by its entry point."""
 
-
-def ours(engine="nixl", mode="pull", **extra):
-    """pynixlkv's with options."""
-    return OURS.with_(extra={"engine": engine, "transfer_mode": mode, **extra})
+STAGED = OURS.with_(extra={"host_buffer_blocks": 16})
+PUSH = OURS.with_(extra={"transfer_mode": "push"})
+UCX = OURS.with_(extra={"engine": "ucx"})
+UCX_PUSH = UCX.with_(extra={"transfer_mode": "push"})
