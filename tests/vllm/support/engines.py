@@ -292,8 +292,15 @@ class Engine:
         return total
 
     def freeze(self):
-        """Stop all of its processes."""
+        """Stop all of its processes, and wait until every thread stands still."""
         self._signal(signal.SIGSTOP)
+        tasks = [task for pid in self.pids() for task in Path(f"/proc/{pid}/task").iterdir()]
+
+        def is_still(task):
+            # The state comes after the name, which is in parentheses and may hold anything.
+            return (task / "stat").read_text().rpartition(")")[2].split()[0] in "TZ"
+
+        wait_for(lambda: all(map(is_still, tasks)), "the stop of every thread")
 
     def kill(self):
         """Kill all of its processes."""
