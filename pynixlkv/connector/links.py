@@ -214,6 +214,8 @@ class Links:
         if missing:
             raise RankNotFound(
                 f"engine {engine_id!r} has no rank {missing[0]}; it has {sorted(hellos)}",
+                missing=missing,
+                available=sorted(hellos),
                 peer=engine_id,
             )
         peers: list[Peer] = []

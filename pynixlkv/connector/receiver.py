@@ -129,6 +129,15 @@ class _Request:
     error: Exception | None = None
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """A request that is queued."""
+
+    remote_id: str
+    lease: Lease | None
+    link: Link
+
+
 @dataclass
 class _Check:
     """A read of lease words under way."""
@@ -174,7 +183,7 @@ class Receiver:
         self._stats = stats
         self._stage_in = stage_in
         self._requests: dict[str, _Request] = {}
-        self._waiting: dict[str, tuple[HandOff, Link]] = {}
+        self._waiting: dict[str, _Waiting] = {}
         self._by_ticket: dict[int, _Request] = {}
         # Where another life of this worker began is far away.
         self._next_ticket = secrets.randbits(61)
@@ -190,9 +199,10 @@ class Receiver:
         if request_id in self._requests:
             raise PlanError(f"request {request_id!r} is being received, it does not wait")
         self._forget(request_id)
+        lease = hand_off.lease_token if hand_off.lease is not None else None
         link = self._link(hand_off, now)
         link.requests.add(request_id)
-        self._waiting[request_id] = hand_off, link
+        self._waiting[request_id] = _Waiting(str(hand_off.remote_request_id), lease, link)
 
     def receive(self, request_id: str, meta: ReqMeta, fence: Fence | None, now: float) -> None:
         """Begin to receive a request, when `fence` says that its blocks are free of older work."""
@@ -200,6 +210,7 @@ class Receiver:
         if remote is None or request_id in self._requests:
             raise PlanError(f"request {request_id!r} cannot be received (again)")
         self._forget(request_id)
+        lease = remote.lease_token if remote.lease is not None else None
         link = self._link(remote, now)
         link.requests.add(request_id)
         self._next_ticket += 1
@@ -207,7 +218,7 @@ class Receiver:
             id=request_id,
             meta=meta,
             remote=remote,
-            lease=remote.lease_token if remote.lease is not None else None,
+            lease=lease,
             link=link,
             fence=fence,
             deadline=now + self._config.transfer_timeout,
@@ -239,7 +250,7 @@ class Receiver:
     def _forget(self, request_id: str) -> None:
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
-            waiting[1].requests.discard(request_id)
+            waiting.link.requests.discard(request_id)
 
     # ---- what producers say
 
@@ -569,10 +580,11 @@ class Receiver:
         link.next_beat = now + link.beat_interval
         wanted = []
         for request_id in link.requests:
-            request = self._requests.get(request_id)
-            hand_off = request.remote if request is not None else self._waiting[request_id][0]
-            if hand_off.lease is not None and (request is None or request.end is None):
-                wanted.append((str(hand_off.remote_request_id), hand_off.lease_token))
+            request, waiting = self._requests.get(request_id), self._waiting.get(request_id)
+            if request is not None and request.lease is not None and request.end is None:
+                wanted.append((str(request.remote.remote_request_id), request.lease))
+            elif waiting is not None and waiting.lease is not None:
+                wanted.append((waiting.remote_id, waiting.lease))
         beats = []
         for entries in _chunks(wanted) or [[]]:
             self._beat_number += 1
@@ -602,13 +614,13 @@ class Receiver:
 
     def _lose(self, link: Link) -> None:
         """End the requests of a dead link."""
-        for request_id in [r for r, (_, of) in self._waiting.items() if of is link]:
+        for request_id in [r for r, waiting in self._waiting.items() if waiting.link is link]:
             self._forget(request_id)
         if not link.requests:
             return
         self._stats.count("peers_lost")
         error = link.error or PeerLostError("the link is dead", peer=link.engine_id)
-        _log.warning("producer engine %s is lost: %s", link.engine_id, error)
+        _log.warning("producer engine %s is lost: %s", link.engine_id, str(error))
         for request in self._requests.values():
             if request.link is link:
                 self._fail(request, error)
@@ -657,7 +669,7 @@ class Receiver:
             return RequestEnd(end, None, ())
         _log.warning(
             "request %s from engine %s: %s: %s",
-            request.id, link.engine_id, end.value, request.error,
+            request.id, link.engine_id, end.value, str(request.error),
             extra={"request": request.id, "peer": link.engine_id},
         )  # fmt: skip
         return RequestEnd(end, request.error, request.meta.blocks)
@@ -691,7 +703,7 @@ class Receiver:
                     self._this.agent.notify(producer.peer, messages.encode(message))
                 except PynixlkvError as error:
                     # The producer's leases run out without us.
-                    _log.info("%s could not be told of releases: %s", producer.peer.name, error)
+                    _log.info("%s cannot be told of releases: %s", producer.peer.name, str(error))
                     self._stats.count("releases_lost")
 
     def has(self, request_id: str) -> bool:
