@@ -1,11 +1,13 @@
 """An imaginary serving engine on the connector kit, whose KV can be predicted element by element.
 
 The value of a token's KV depends on the prompt, the layer, K or V, the head, the position and the
-element, and on nothing else; so whatever arrives anywhere can be compared with what should be there.
+element, and on nothing else; so whatever arrives anywhere can be compared with what should be
+there.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -164,8 +166,8 @@ class ToyEngine:
     ----------
     make_agent : callable
         Makes the agent of a rank from its name.
-    fetch : Fetch
-        The side channel.
+    fetch : Fetch, optional
+        The side channel, if it is another than `Handshake`.
     clock : callable
         Seconds.
     """
@@ -175,7 +177,7 @@ class ToyEngine:
         engine_id: str,
         model: Model,
         make_agent: Callable[[str], Agent],
-        fetch: Fetch,
+        fetch: Fetch | None,
         *,
         axes: str = "KBHND",
         tp: int = 1,
@@ -183,7 +185,7 @@ class ToyEngine:
         block_size: int = 4,
         num_blocks: int = 16,
         config: ConnectorConfig | None = None,
-        clock: Callable[[], float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
         background: bool = False,
     ) -> None:
         self.id, self.model, self.block_size = engine_id, model, block_size
@@ -197,7 +199,6 @@ class ToyEngine:
         for stage in range(pp):
             for rank in range(tp):
                 agent = make_agent(f"{engine_id}.{stage}.{rank}")
-                options = {} if clock is None else {"clock": clock}
                 worker = ConnectorWorker(
                     agent,
                     engine_id=engine_id,
@@ -206,7 +207,7 @@ class ToyEngine:
                     config=config,
                     fetch=fetch,
                     background=background,
-                    **options,
+                    clock=clock,
                 )
                 self.ranks.append(
                     ToyRank(
@@ -269,6 +270,7 @@ class ToyEngine:
         """Take the blocks of a prompt away, to be computed again from the start."""
         request = self.requests[request_id]
         taken, request.blocks, request.num_computed = request.blocks, [], 0
+        self._running = [(running, _) for running, _ in self._running if running is not request]
         self.free += taken
         self.scheduler.request_preempted(request_id)
         return taken

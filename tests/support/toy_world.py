@@ -55,6 +55,8 @@ class World:
         Options of `ConnectorConfig`.
     """
 
+    engine_class = ToyEngine
+
     def __init__(self, mode: str = "pull", **config: object) -> None:
         self.network, self.clock = FakeNetwork(), Clock()
         self.config = ConnectorConfig(transfer_mode=mode, **config)  # type: ignore[arg-type]
@@ -75,7 +77,7 @@ class World:
     def engine(self, engine_id: str, model: Model | None = None, **options: object) -> ToyEngine:
         """Add an engine."""
         options.setdefault("config", self.config)
-        engine = ToyEngine(
+        engine = self.engine_class(
             engine_id,
             model or Model(),
             lambda name: FakeAgent(name, self.network),
@@ -118,11 +120,19 @@ class World:
 
     def round(self) -> None:
         """Let every engine make a step, and note what has become of requests."""
-        for engine in self.engines.values():
-            new, all_of_it = engine.step(), self.outcomes[engine.id]
-            all_of_it.sent |= new.sent
-            all_of_it.received |= new.received
-            all_of_it.failed |= new.failed
+        for engine_id in self.engines:
+            self.step(engine_id)
+
+    def step(self, engine_id: str) -> Outcome:
+        """Let one engine make a step."""
+        new, all_of_it = self.engines[engine_id].step(), self.outcomes[engine_id]
+        ended = all_of_it.received | all_of_it.failed.keys()
+        assert not ended & (new.received | new.failed.keys()), "a request has ended twice"
+        assert not all_of_it.sent & new.sent, "a request was sent twice"
+        all_of_it.sent |= new.sent
+        all_of_it.received |= new.received
+        all_of_it.failed |= new.failed
+        return new
 
     def _is_active(self, timeout: float) -> bool:
         """Whether something happens at an agent within a time; waits no longer than that."""
@@ -192,7 +202,7 @@ class Inbox:
     def __init__(self, engine: ToyEngine) -> None:
         self.messages: list[tuple[int, str, messages.Message]] = []
         for index, rank in enumerate(engine.ranks):
-            rank.worker._on_notification = self._hook(index, rank.worker._on_notification)  # type: ignore[method-assign]
+            rank.worker._on_notification = self._hook(index, rank.worker._on_notification)  # type: ignore[method-assign, assignment]
 
     def _hook(
         self, index: int, deliver: Callable[[str, bytes, float], None]

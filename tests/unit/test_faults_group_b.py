@@ -348,7 +348,7 @@ def test_b040_several_failures_of_a_request_are_one_end():
 
 def test_b041_a_completion_that_comes_twice_is_counted():
     with World() as world:
-        prefill, decode = pair(world, consumer={"tp": 2})
+        prefill, _ = pair(world, consumer={"tp": 2})
         params = prefill.prefill("p1", 7, 13)
         lease = Lease.parse(params["lease"])
         world.round()
