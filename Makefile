@@ -81,7 +81,11 @@ VLLM_PIP := $(VLLM_PY) -m pip --disable-pip-version-check -q
 
 .PHONY: test-vllm
 test-vllm: .venv-vllm/.installed  ## real vLLM engines, prefill and decode, on the CPU
-	$(VLLM_PY) -m pytest tests/vllm --junitxml=build/pytest-vllm.xml
+	.venv-vllm/bin/pytest tests/vllm --junitxml=build/pytest-vllm.xml
+
+.PHONY: bench-vllm
+bench-vllm: .venv-vllm/.installed  ## vLLM's connector and ours, between the same engines
+	$(VLLM_PY) -P bench/vllm_compare.py
 
 .PHONY: lint
 lint: build $(VENV)/.lint-deps  ## formatting, style, layers, docstrings, spelling

@@ -163,7 +163,7 @@ class Receiver:
     stats : ConnectorStats
         Counts what happens.
     stage_in : callable, optional
-        Begins to copy host blocks to the device: ``(host blocks, device blocks) -> Fence``.
+        Begins to copy a request's host blocks to the device.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Receiver:
         links: Links,
         config: ConnectorConfig,
         stats: ConnectorStats,
-        stage_in: Callable[[BlockLists, BlockLists], Fence] | None = None,
+        stage_in: Callable[[ReqMeta], Fence] | None = None,
     ) -> None:
         self._this = this
         self._words = words
@@ -352,7 +352,7 @@ class Receiver:
             if not request.pushing and all(source.is_held for source in request.sources):
                 request.step = _Step.STAGING
                 if self._stage_in is not None and request.meta.host_blocks is not None:
-                    request.staging = self._stage_in(request.meta.host_blocks, request.meta.blocks)
+                    request.staging = self._stage_in(request.meta)
         if request.step is _Step.STAGING:
             if request.staging is not None and not request.staging.done():
                 return _SOON_S

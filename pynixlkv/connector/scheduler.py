@@ -7,7 +7,7 @@ engine, and talks to the workers by one `ConnectorMetadata` per step and by what
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pynixlkv.connector.config import ConnectorConfig
@@ -19,7 +19,7 @@ from pynixlkv.connector.metadata import (
     ReqMeta,
     RequestInfo,
 )
-from pynixlkv.errors import ConfigError
+from pynixlkv.errors import ConfigError, PoolExhausted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -92,6 +92,7 @@ class ConnectorScheduler:
         self._shape = shape or EngineShape()
         self._config = config or ConnectorConfig()
         self._host_pool = host_pool
+        self._block_sizes = tuple(group.block_size for group in self._groups)
         self._common_block = math.lcm(*(g.block_size for g in self._groups if g.block_size))
         self._slots = LeaseSlots(self._config.max_leases)
         self._next = ConnectorMetadata()
@@ -211,23 +212,39 @@ class ConnectorScheduler:
             self._next.reqs_to_release[request_id] = remote
             return
         end = num_computed_tokens + num_external_tokens
-        meta = self._cut(blocks, num_computed_tokens, end, remote)
+        meta = self._stage(self._cut(blocks, num_computed_tokens, end))
+        if meta is None:
+            raise PoolExhausted(
+                f"request {request_id!r}: the host blocks that were free when "
+                "get_num_new_matched_tokens was called are not; schedule in the order of the calls"
+            )
+        meta = replace(meta, remote=remote)
         del self._open[request_id]
         self._next.reqs_waiting.pop(request_id, None)
         self._receiving[request_id] = meta.host_blocks
         self._next.reqs_to_recv[request_id] = meta
 
-    def _cut(self, blocks: BlockLists, begin: int, end: int, remote: HandOff) -> ReqMeta:
+    def _cut(self, blocks: BlockLists, begin: int, end: int) -> ReqMeta:
         """Return the parts of block tables that positions from begin to end lie in."""
-        tables, starts = [], []
-        for spec, table in zip(self._groups, blocks, strict=True):
-            cut, start = cut_table(spec, table, begin, end)
-            tables.append(cut)
-            starts.append(start)
-        host = None
-        if self._host_pool is not None:
-            host = self._host_pool.allocate([len(table) for table in tables])
-        return ReqMeta(tuple(tables), tuple(starts), end, remote=remote, host_blocks=host)
+        cuts = [
+            cut_table(spec, table, begin, end)
+            for spec, table in zip(self._groups, blocks, strict=True)
+        ]
+        return ReqMeta(
+            blocks=tuple(table for table, _ in cuts),
+            starts=tuple(start for _, start in cuts),
+            num_tokens=end,
+            block_sizes=self._block_sizes,
+        )
+
+    def _stage(self, meta: ReqMeta) -> ReqMeta | None:
+        """Return the same with host blocks, where there are any; None if too few are free."""
+        if self._host_pool is None:
+            return meta
+        counts = [len(table) for table in meta.blocks]
+        if not self._host_pool.has_free(counts):
+            return None
+        return replace(meta, host_blocks=self._host_pool.allocate(counts))
 
     # ---- producer
 
@@ -294,35 +311,26 @@ class ConnectorScheduler:
             return self._refuse(request, "there is nothing to hand over")
         if self.address is None:
             raise ConfigError("the scheduler's address is not set; hand-offs need to name it")
-        cuts = [
-            cut_table(spec, table, 0, num_tokens)
-            for spec, table in zip(self._groups, blocks, strict=True)
-        ]
-        tables = tuple(table for table, _ in cuts)
-        starts = tuple(start for _, start in cuts)
-        lease = self._slots.take()
-        if lease is None:
+        cut = self._cut(blocks, 0, num_tokens)
+        if not self._slots.num_free:
             return self._refuse(request, "all leases of the producer are taken")
-        host = None
-        if self._host_pool is not None:
-            counts = [len(table) for table in tables]
-            if not self._host_pool.has_free(counts):
-                self._slots.give_back(lease)
-                return self._refuse(request, "the producer's host blocks are all in use")
-            host = self._host_pool.allocate(counts)
+        staged = self._stage(cut)
+        lease = self._slots.take() if staged is not None else None
+        if staged is None or lease is None:
+            return self._refuse(request, "the producer's host blocks are all in use")
         group = request.hand_off.sibling_group
-        self._kept[request.request_id] = _Kept(lease, host)
-        self._next.reqs_to_send[request.request_id] = ReqMeta(
-            tables, starts, num_tokens, lease=lease, sibling_group=group, host_blocks=host
-        )
+        meta = replace(staged, lease=lease, sibling_group=group)
+        self._kept[request.request_id] = _Kept(lease, meta.host_blocks)
+        self._next.reqs_to_send[request.request_id] = meta
         params = HandOff(
             do_remote_prefill=True,
             remote_engine_id=self.engine_id,
             remote_request_id=request.request_id,
             remote_host=self.address[0],
             remote_port=self.address[1],
-            remote_block_ids=host or tables,
-            remote_starts=starts,
+            remote_block_ids=meta.host_blocks or meta.blocks,
+            remote_starts=meta.starts,
+            remote_block_sizes=meta.block_sizes,
             remote_num_tokens=num_tokens,
             tp_size=self._shape.tp,
             pp_size=self._shape.pp,
@@ -355,15 +363,7 @@ class ConnectorScheduler:
             and self._config.transfer_mode == "push"
             and self._host_pool is None  # what is staged goes out when it is whole
         ):
-            cuts = [
-                cut_table(spec, table, 0, num_computed_tokens)
-                for spec, table in zip(self._groups, blocks, strict=True)
-            ]
-            self._next.reqs_to_save[request.request_id] = ReqMeta(
-                tuple(table for table, _ in cuts),
-                tuple(start for _, start in cuts),
-                num_computed_tokens,
-            )
+            self._next.reqs_to_save[request.request_id] = self._cut(blocks, 0, num_computed_tokens)
 
     def request_preempted(self, request_id: str) -> None:
         """Take notice that the blocks of a request that runs have been taken away.

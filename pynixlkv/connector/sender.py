@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pynixlkv.connector.fences import Fence
     from pynixlkv.connector.leases import LeaseTable
     from pynixlkv.connector.links import Local
-    from pynixlkv.connector.metadata import BlockLists, EngineShape, Lease, Rank, ReqMeta
+    from pynixlkv.connector.metadata import EngineShape, Lease, Rank, ReqMeta
     from pynixlkv.connector.peers import Peers
     from pynixlkv.connector.stats import ConnectorStats
     from pynixlkv.geometry import Geometry
@@ -132,7 +132,7 @@ class Sender:
     stats : ConnectorStats
         Counts what happens.
     stage_out : callable, optional
-        Begins to copy device blocks to the host: ``(device blocks, host blocks) -> Fence``.
+        Begins to copy a request's device blocks to the host.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Sender:
         peers: Peers,
         config: ConnectorConfig,
         stats: ConnectorStats,
-        stage_out: Callable[[BlockLists, BlockLists], Fence] | None = None,
+        stage_out: Callable[[ReqMeta], Fence] | None = None,
     ) -> None:
         self._this = this
         self._groups = {group.name: group for group in this.cache.groups}
@@ -425,7 +425,7 @@ class Sender:
             host = kept.meta.host_blocks
             if self._stage_out is not None and host is not None and not kept.is_staged:
                 kept.is_staged = True
-                kept.fence = self._stage_out(kept.meta.blocks, host)
+                kept.fence = self._stage_out(kept.meta)
                 if not kept.fence.done():
                     return _SOON_S
             self._table.grant(kept.lease)

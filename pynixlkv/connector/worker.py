@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
+
 from pynixlkv.connector import messages
 from pynixlkv.connector.config import ConnectorConfig
 from pynixlkv.connector.leases import LeaseTable, make_words
@@ -24,6 +26,7 @@ from pynixlkv.connector.peers import Peers
 from pynixlkv.connector.receiver import Receiver, RequestEnd
 from pynixlkv.connector.sender import Sender
 from pynixlkv.connector.stats import ConnectorStats
+from pynixlkv.connector.tables import by_group
 from pynixlkv.errors import ClosedError, ConfigError, HandshakeError, PynixlkvError, StateError
 
 if TYPE_CHECKING:
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from pynixlkv.agent import Agent
     from pynixlkv.connector.fences import Fence
     from pynixlkv.connector.links import Fetch
-    from pynixlkv.connector.metadata import Rank, ReqMeta
+    from pynixlkv.connector.metadata import BlockLists, Rank, ReqMeta
     from pynixlkv.connector.staging import HostStaging
     from pynixlkv.geometry import KVCache
 
@@ -72,6 +75,27 @@ class Finished:
 
     def __bool__(self) -> bool:
         return bool(self.sent or self.received or self.failed)
+
+
+def _stage_in(staging: HostStaging, this: Local, meta: ReqMeta) -> Fence:
+    return staging.stage_in(*_staged_tables(this, meta))
+
+
+def _stage_out(staging: HostStaging, this: Local, meta: ReqMeta) -> Fence:
+    host, device = _staged_tables(this, meta)
+    return staging.stage_out(device, host)
+
+
+def _staged_tables(this: Local, meta: ReqMeta) -> tuple[BlockLists, BlockLists]:
+    """Return a request's host and device blocks, one table for each group of the caches."""
+    host, device = (
+        by_group(this.cache.groups, this.table_of, blocks, meta.starts, meta.block_sizes)[0]
+        for blocks in (meta.host_blocks or (), meta.blocks)
+    )
+    return (
+        tuple(tuple(np.asarray(table).tolist()) for table in host.values()),
+        tuple(tuple(np.asarray(table).tolist()) for table in device.values()),
+    )
 
 
 def _side_channel(config: ConnectorConfig, secret: bytes | str | None) -> Fetch:
@@ -220,11 +244,11 @@ class ConnectorWorker:
         )
         self._receiver = Receiver(
             this, words, self._links, self._config, self.stats,
-            stage_in=None if staging is None else staging.stage_in,
+            stage_in=None if staging is None else partial(_stage_in, staging, this),
         )  # fmt: skip
         self._sender = Sender(
             this, table, self._submit, peers, self._config, self.stats,
-            stage_out=None if staging is None else staging.stage_out,
+            stage_out=None if staging is None else partial(_stage_out, staging, this),
         )  # fmt: skip
         if self._background:
             self._thread = threading.Thread(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -167,19 +165,6 @@ def _split_address(address: str | tuple[str, int]) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(digits)
 
 
-# One context for each process: the parent's stays where it is, a forked child gets its own.
-_contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
-_contexts_lock = threading.Lock()
-os.register_at_fork(after_in_child=lambda: globals().update(_contexts_lock=threading.Lock()))
-
-
-def _context() -> zmq.Context[zmq.Socket[bytes]]:
-    with _contexts_lock:
-        if os.getpid() not in _contexts:
-            _contexts[os.getpid()] = zmq.Context()
-        return _contexts[os.getpid()]
-
-
 class _Asker:
     """A connection that asks one question after the other, until a common deadline."""
 
@@ -192,8 +177,19 @@ class _Asker:
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._seen = 0  # events of the connection
-        self._socket = _context().socket(zmq.REQ)
-        self._socket.linger = 0
+        # Sockets of a shared context are closed later, and would pile up under load; this one's
+        # are closed when it is. A forked child needs nothing of its parent's.
+        self._context = zmq.Context()
+        try:
+            self._open(endpoint, keys)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise HandshakeError(
+                f"no connection to {self._peer} can be opened: {error}", peer=self._peer
+            ) from error
+
+    def _open(self, endpoint: str, keys: Keys | None) -> None:
+        self._socket = self._context.socket(zmq.REQ)
         self._socket.ipv6 = "[" in endpoint
         self._socket.maxmsgsize = MAX_REPLY_BYTES
         if keys is not None:
@@ -214,8 +210,7 @@ class _Asker:
         tb: TracebackType | None,
     ) -> None:
         self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close()
+        self._context.destroy(linger=0)
 
     def ask(self, ranks: list[Rank] | None) -> Answer:
         question = msgspec.structs.replace(self._identity, payload=encode(Question(ranks)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -187,10 +188,13 @@ class Handshake:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._listener is None else f"{len(self._listener.served)} ranks"
+        listener = self._listener
+        state = "closed" if listener is None else f"{len(listener.served)} ranks"
         return f"<Handshake on {self.address}, {state}>"
 
     def __del__(self) -> None:
+        if sys.is_finalizing():  # its thread has ended with the interpreter
+            return
         if self._listener is not None and os.getpid() == self._pid:
             warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=2)
             self._listener.stop()

@@ -11,7 +11,9 @@ import datetime
 import enum
 import functools
 import itertools
+import threading
 import weakref
+from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
@@ -609,6 +611,7 @@ class nixlAgent:
         self._requests: dict[int, nixl.Request] = {}
         self._registrations: dict[_RegistrationKey, list[nixl.Registration]] = {}
         self._unwanted: set[int] = set()
+        self._books = threading.Lock()  # of the registrations
         # Holds what the agent has made, so that all of it is still there when the agent is closed.
         weakref.finalize(
             self, _close, self._agent, self._prepared, self._requests, self._registrations
@@ -654,27 +657,26 @@ class nixlAgent:
         _require(descs, nixlRegDList)
         chosen = self._chosen(backends)
         done: list[_RegistrationKey] = []
-        try:
-            for row, meta in zip(descs.rows, descs._extras, strict=True):
-                key = _registration_key(descs, row)
-                known = self._registrations.setdefault(key, [])
-                if known:
-                    known.append(known[0])
-                else:
-                    known.append(
-                        self._agent.register_mem(
+        with self._books:
+            try:
+                for row, meta in zip(descs.rows, descs._extras, strict=True):
+                    key = _registration_key(descs, row)
+                    if key in self._registrations:
+                        self._registrations[key].append(self._registrations[key][0])
+                    else:
+                        registration = self._agent.register_mem(
                             row[np.newaxis],
                             MemoryType(descs.getType()),
                             metadata=[meta],
                             keepalive=descs._keepalive,
                             backends=chosen,
                         )
-                    )
-                done.append(key)
-        except BaseException:
-            for key in reversed(done):
-                self._deregister(key)
-            raise
+                        self._registrations[key] = [registration]
+                    done.append(key)
+            except BaseException:
+                for key in reversed(done):
+                    self._deregister(key)
+                raise
         return NIXL_SUCCESS
 
     @_raises_nixl()
@@ -686,14 +688,17 @@ class nixlAgent:
         _require(descs, nixlRegDList)
         self._chosen(backends)
         keys = [_registration_key(descs, row) for row in descs.rows]
-        for index, key in enumerate(keys):
-            if len(self._registrations.get(key, ())) < keys[: index + 1].count(key):
-                raise nixlNotFoundError(
-                    f"descriptor {index} {descs[index]!r} is not registered with agent "
-                    f"{self._agent.name!r}; deregister exactly what was registered, and once"
-                )
-        for key in keys:
-            self._deregister(key)
+        asked: Counter[_RegistrationKey] = Counter()
+        with self._books:
+            for index, key in enumerate(keys):
+                asked[key] += 1
+                if len(self._registrations.get(key, ())) < asked[key]:
+                    raise nixlNotFoundError(
+                        f"descriptor {index} {descs[index]!r} is not registered with agent "
+                        f"{self._agent.name!r}; deregister exactly what was registered, and once"
+                    )
+            for key in keys:
+                self._deregister(key)
         return NIXL_SUCCESS
 
     @_raises_nixl()
@@ -741,7 +746,7 @@ class nixlAgent:
     def loadRemoteMD(self, metadata: Text) -> bytes:
         """Load a peer's metadata and return its name as bytes."""
         data = _as_bytes(metadata, "metadata")
-        _FieldReader(data).take(b"Agent")  # NIXL's own check of this comes too late for some bytes
+        _FieldReader(data).take(b"Agent")  # says what is wrong with bytes that are no metadata
         return self._agent.load_remote_md(data).encode()
 
     @_raises_nixl()
@@ -926,8 +931,8 @@ class nixlAgent:
                 f"{request!r} is running and cannot be cancelled; its memory stays in use. Poll it "
                 "until it ends, then release it"
             )
-        del self._requests[reqh]
         self._agent.release_xfer_req(request)
+        self._requests.pop(reqh, None)
         self._release_unwanted()
         return NIXL_SUCCESS
 
@@ -1023,14 +1028,16 @@ class nixlAgent:
     def _release_unwanted(self) -> None:
         """Release the lists that nobody wants, but for those that transfers were made from."""
         for number in list(self._unwanted):
+            prepared = self._prepared.get(number)
             try:
-                self._agent.release_dlist_handle(self._prepared[number])
+                if prepared is not None:
+                    self._agent.release_dlist_handle(prepared)
             except ClosedError:
-                raise
+                pass  # by another thread, just now
             except StateError:
                 continue
-            self._unwanted.remove(number)
-            del self._prepared[number]
+            self._unwanted.discard(number)
+            self._prepared.pop(number, None)
 
 
 def _close(agent: nixl.Agent, *_: object) -> None:

@@ -1,8 +1,7 @@
 """An imaginary serving engine on the connector kit, whose KV can be predicted element by element.
 
 The value of a token's KV depends on the prompt, the layer, K or V, the head, the position and the
-element, and on nothing else; so whatever arrives anywhere can be compared with what should be
-there.
+element, and on nothing else; so whatever arrives anywhere can be compared with what should be.
 """
 
 from __future__ import annotations

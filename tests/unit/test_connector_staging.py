@@ -1,0 +1,489 @@
+"""Host blocks: handed out whole or not at all, sent only when they hold what the device holds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from pynixlkv import KVCache, TransferPlan
+from pynixlkv.connector import ConnectorScheduler, ConnectorWorker, GroupSpec, HandOff, RequestInfo
+from pynixlkv.connector.hostcopy import TensorCopy, make_host_tensors
+from pynixlkv.connector.staging import HostBlockPool, HostStaging
+from pynixlkv.errors import (
+    ConfigError,
+    LayoutError,
+    NotStagedError,
+    PlanError,
+    PoolExhausted,
+    StateError,
+)
+from pynixlkv.testing import FakeAgent, FakeNetwork
+
+DEVICE_BLOCKS, HOST_BLOCKS, DEADLINE_S = 8, 5, 30.0
+AXES = "KBHND"
+OPTIONS = {"axes": AXES, "kv_heads": 2}
+
+
+def wait_for(fence):
+    deadline = time.monotonic() + DEADLINE_S
+    while not fence.done():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class DelayedCopy:
+    """Copies on another thread, each copy only when it is told to."""
+
+    def __init__(self, copy):
+        self._copy = copy
+        self._pool = ThreadPoolExecutor(1)
+        self.fences = []
+
+    def __call__(self, *tables):
+        gate = threading.Event()
+        future = self._pool.submit(self._run, gate, tables)
+        self.fences.append(DelayedFence(future, gate))
+        return self.fences[-1]
+
+    def _run(self, gate, tables):
+        if not gate.wait(DEADLINE_S):
+            raise TimeoutError("the test never let the copy go on")
+        self._copy(*tables)
+
+    def finish(self):
+        """Let all copies go on and wait for them."""
+        for fence in self.fences:
+            fence.gate.set()
+            wait_for(fence)
+
+    def close(self):
+        for fence in self.fences:
+            fence.gate.set()
+        self._pool.shutdown()
+
+
+class DelayedFence:
+    def __init__(self, future, gate):
+        self._future, self.gate = future, gate
+
+    def done(self):
+        return self._future.done() and (self._future.result() or True)
+
+
+class Rank:
+    """A device cache (ordinary memory here) that is staged through a host cache."""
+
+    def __init__(self, seed, copy=None):
+        rng = np.random.default_rng(seed)
+        shape = (2, DEVICE_BLOCKS, 2, 4, 8)
+        self.device = {f"layer.{i}": rng.integers(0, 1000, shape, dtype=np.int32) for i in range(3)}
+        self.host = make_host_tensors(self.device, axes=AXES, num_blocks=HOST_BLOCKS)
+        self.copy = DelayedCopy(TensorCopy((self.device, self.host, AXES)))
+        self.staging = HostStaging(
+            KVCache.from_tensors(self.device, **OPTIONS),
+            KVCache.from_tensors(self.host, **OPTIONS),
+            copy or self.copy,
+        )
+
+    def device_block(self, block):
+        return np.stack([tensor[:, block] for tensor in self.device.values()])
+
+    def host_block(self, block):
+        return np.stack([tensor[:, block] for tensor in self.host.values()])
+
+
+@pytest.fixture
+def rank():
+    made = Rank(1)
+    yield made
+    made.copy.close()
+
+
+@pytest.fixture
+def other_rank():
+    made = Rank(2)
+    yield made
+    made.copy.close()
+
+
+# --- the pool -------------------------------------------------------------------------------------
+
+
+def test_B097_a_pool_that_is_too_small_says_so_in_time():
+    pool = HostBlockPool([4])
+    started = time.monotonic()
+    with pytest.raises(PoolExhausted, match=r"\(5,\) host blocks .* \(4,\) are, of \(4,\)"):
+        pool.allocate([5], timeout=0.2)
+    assert time.monotonic() - started >= 0.2
+    assert pool.num_free == (4,)
+    assert sorted(pool.allocate([4])[0]) == [0, 1, 2, 3]
+
+
+def test_B097_others_are_not_held_up_by_who_waits():
+    pool = HostBlockPool([4])
+    held = pool.allocate([2])
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(pool.allocate, [4], DEADLINE_S)
+        for _ in range(100):  # a smaller wish is granted at any time
+            pool.free(pool.allocate([2]))
+        assert not waiting.done()
+        pool.free(held)
+        assert sorted(waiting.result(DEADLINE_S)[0]) == [0, 1, 2, 3]
+
+
+def test_all_groups_or_none():
+    pool = HostBlockPool([4, 2])
+    with pytest.raises(PoolExhausted):
+        pool.allocate([3, 3])
+    assert pool.num_free == (4, 2)
+    assert not pool.has_free([3, 3])
+    assert pool.has_free([4, 2])
+    assert pool.allocate([3, 0]) == ((0, 1, 2), ())
+    assert pool.num_free == (1, 2)
+
+
+def test_freeing_twice_is_an_error_and_frees_nothing():
+    pool = HostBlockPool([4, 2])
+    blocks = pool.allocate([2, 1])
+    for wrong in (((0, 1, 3), (0,)), ((0, 0), (0,)), ((0,), (1,)), ((-1,), ())):
+        with pytest.raises(StateError, match="freed twice, or were never"):
+            pool.free(wrong)
+        assert pool.num_free == (2, 1)
+    pool.free(blocks)
+    assert pool.num_free == (4, 2)
+    with pytest.raises(StateError, match=r"host blocks \[0, 1\] of group 0"):
+        pool.free(blocks)
+
+
+@pytest.mark.parametrize("counts", [[], [1], [1, 2, 3], [1, -1]])
+def test_counts_that_do_not_fit_the_groups(counts):
+    pool = HostBlockPool([4, 2])
+    with pytest.raises(ConfigError, match="expected 2 of at least 0"):
+        pool.allocate(counts)
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [3, -1]])
+def test_pools_that_cannot_be(sizes):
+    with pytest.raises(ConfigError, match="num_blocks is"):
+        HostBlockPool(sizes)
+
+
+def test_no_block_is_handed_out_twice_between_threads():
+    pool = HostBlockPool([16])
+    owners = [None] * 16
+
+    def use(me):
+        for _ in range(200):
+            (blocks,) = pool.allocate([3], timeout=DEADLINE_S)
+            for block in blocks:
+                assert owners[block] is None
+                owners[block] = me
+            for block in blocks:
+                assert owners[block] == me
+                owners[block] = None
+            pool.free((blocks,))
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(use, range(8)))
+    assert pool.num_free == (16,)
+
+
+# --- staging --------------------------------------------------------------------------------------
+
+
+def test_staged_blocks_hold_the_bytes_once_the_fence_is_done(rank):
+    fence = rank.staging.stage_out(((6, 2),), ((0, 4),))
+    assert not fence.done()
+    rank.copy.finish()
+    assert fence.done()
+    rank.staging.check_staged(((4, 0),))
+    assert np.array_equal(rank.host_block(0), rank.device_block(6))
+    assert np.array_equal(rank.host_block(4), rank.device_block(2))
+    assert not rank.host_block(1).any()
+
+
+def test_B099_a_copy_that_has_not_ended_is_not_sent(rank):
+    fence = rank.staging.stage_out(((1, 2),), ((0, 1),))
+    with pytest.raises(NotStagedError, match=r"\[0, 1\] .* still being copied"):
+        rank.staging.check_staged(((0, 1),))
+    rank.copy.fences[0].gate.set()
+    wait_for(fence)
+    rank.staging.check_staged(((0, 1),))
+
+
+def test_B100_blocks_that_were_never_staged_are_not_sent(rank):
+    rank.staging.stage_out(((1,),), ((0,),))
+    rank.copy.finish()
+    with pytest.raises(NotStagedError, match=r"\[3, 1\] of group 'kv' were never staged"):
+        rank.staging.check_staged(((0, 3, 1),))
+
+
+def test_B100_blocks_whose_device_blocks_were_written_since_are_not_sent(rank):
+    rank.staging.stage_out(((1, 2),), ((0, 1),))
+    rank.copy.finish()
+    rank.staging.mark_written(((2,),))
+    rank.staging.check_staged(((0,),))
+    with pytest.raises(NotStagedError, match=r"\[1\] .* older than their device blocks"):
+        rank.staging.check_staged(((0, 1),))
+    rank.device["layer.0"][:, 2] += 1
+    rank.staging.stage_out(((2,),), ((1,),))
+    rank.copy.finish()
+    rank.staging.check_staged(((0, 1),))
+    assert np.array_equal(rank.host_block(1), rank.device_block(2))
+
+
+def test_B100_writing_while_the_copy_runs_makes_it_stale(rank):
+    rank.staging.stage_out(((1,),), ((0,),))
+    rank.staging.mark_written(((1,),))
+    rank.copy.finish()
+    with pytest.raises(NotStagedError, match="older than"):
+        rank.staging.check_staged(((0,),))
+
+
+def test_B100_what_was_received_over_a_staged_block_makes_it_stale(rank):
+    rank.staging.stage_out(((1,),), ((0,),))
+    rank.copy.finish()
+    rank.staging.stage_in(((3,),), ((1,),))
+    with pytest.raises(NotStagedError, match="older than"):
+        rank.staging.check_staged(((0,),))
+
+
+def test_host_blocks_are_not_reused_while_a_copy_runs(rank):
+    for start in (
+        lambda: rank.staging.stage_out(((1,),), ((0,),)),
+        lambda: rank.staging.stage_in(((0,),), ((1,),)),
+    ):
+        fence = start()
+        with pytest.raises(StateError, match="has not ended"):
+            rank.staging.stage_out(((2,),), ((0,),))
+        rank.copy.finish()
+        assert fence.done()
+
+
+def test_a_copy_that_fails_is_not_staged_and_blocks_can_be_used_again(rank):
+    failing = True
+
+    def copy(*tables):
+        if failing:
+            raise RuntimeError("the device is lost")
+        return rank.copy(*tables)
+
+    staging = Rank(1, copy).staging
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        staging.stage_out(((1,),), ((0,),))
+    with pytest.raises(NotStagedError, match="failed: the device is lost"):
+        staging.check_staged(((0,),))
+    failing = False
+    staging.stage_out(((1,),), ((0,),))
+    rank.copy.finish()
+    staging.check_staged(((0,),))
+
+
+def test_a_fence_that_fails_later_is_not_staged():
+    class Failed:
+        def done(self):
+            raise RuntimeError("an error of the stream")
+
+        wait = done
+
+    staging = Rank(1, lambda *_: Failed()).staging
+    fence = staging.stage_out(((1,),), ((0,),))
+    with pytest.raises(RuntimeError, match="of the stream"):
+        fence.done()
+    with pytest.raises(NotStagedError, match="failed: an error of the stream"):
+        staging.check_staged(((0,),))
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "text"),
+    [
+        (((8,),), ((0,),), "device block 8 at position 0 of group 'kv' is outside 0 to 7"),
+        (((0, -1),), ((0, 1),), "device block -1 at position 1"),
+        (((0,),), ((5,),), "host block 5 at position 0"),
+        (((0, 1),), ((0,),), "2 device blocks and 1 host blocks"),
+        (((0, 1),), ((3, 3),), "each block that is written once"),
+        (((0,), (0,)), ((0,),), "2 block tables for 1 groups"),
+    ],
+)
+def test_tables_that_do_not_fit(rank, device, host, text):
+    with pytest.raises(PlanError, match=text):
+        rank.staging.stage_out(device, host)
+    with pytest.raises(NotStagedError):
+        rank.staging.check_staged(((0,),))
+
+
+def test_caches_that_are_not_alike(rank):
+    other = KVCache.from_tensors({"a": np.zeros((2, 5, 2, 4, 8), np.int32)}, **OPTIONS)
+    with pytest.raises(ConfigError, match="differ in more than"):
+        HostStaging(rank.staging.device_cache, other, rank.copy)
+
+
+def test_from_device_to_device_through_the_hosts(rank, other_rank):
+    """Both ends staged, the transfer between the host caches, every byte compared."""
+    expected = [rank.device_block(b) for b in (7, 0, 3)]
+    before = [other_rank.device_block(b) for b in range(DEVICE_BLOCKS)]
+    network = FakeNetwork()
+    with FakeAgent("consumer", network) as consumer, FakeAgent("producer", network) as producer:
+        producer.register(rank.staging.host_cache)
+        consumer.register(other_rank.staging.host_cache)
+        peer = consumer.connect(producer.hello(rank.staging.host_cache))
+        plan = TransferPlan(other_rank.staging.host_cache.geometry, peer.geometry)
+
+        sending, receiving = HostBlockPool([HOST_BLOCKS]), HostBlockPool([HOST_BLOCKS])
+        theirs, mine = sending.allocate([3]), receiving.allocate([3])
+        rank.staging.stage_out(((7, 0, 3),), theirs)
+        rank.copy.finish()
+        rank.staging.check_staged(theirs)
+        consumer.read(peer, plan, mine[0], theirs[0]).wait(DEADLINE_S)
+        fence = other_rank.staging.stage_in(mine, ((1, 6, 4),))
+        other_rank.copy.finish()
+        assert fence.done()
+        receiving.free(mine)
+        sending.free(theirs)
+    received = dict(zip((1, 6, 4), expected, strict=True))
+    for block in range(DEVICE_BLOCKS):
+        assert np.array_equal(other_rank.device_block(block), received.get(block, before[block]))
+
+
+def test_many_copies_overlap(rank):
+    fences = [rank.staging.stage_out(((i,),), ((i,),)) for i in range(HOST_BLOCKS)]
+    assert not any(fence.done() for fence in fences)
+    rank.copy.fences[0].gate.set()
+    wait_for(fences[0])
+    rank.staging.check_staged(((0,),))
+    assert not fences[1].done()
+    rank.copy.finish()
+    rank.staging.check_staged((tuple(range(HOST_BLOCKS)),))
+
+
+# --- host tensors ---------------------------------------------------------------------------------
+
+
+def test_host_tensors_keep_the_order_in_memory():
+    base = np.zeros((6, 4, 2, 2, 8), np.float16)  # blocks of tokens of K and V of heads
+    permuted = base.transpose(2, 0, 3, 1, 4)
+    made = make_host_tensors({"a": permuted}, axes="KBHND", num_blocks=3)["a"]
+    assert made.shape == (2, 3, 2, 4, 8)
+    assert made.strides == permuted.strides
+    assert made.dtype == np.float16
+
+
+def test_host_tensors_of_torch_and_of_pairs():
+    pair = tuple(torch.zeros(6, 4, 2, 8, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
+    made = make_host_tensors({"a": pair}, axes="BHND", num_blocks=9)
+    for tensor in made["a"]:
+        assert tensor.shape == (9, 2, 4, 8)
+        assert tensor.stride() == pair[0].stride()
+        assert tensor.dtype == torch.bfloat16
+        assert tensor.is_pinned() == torch.cuda.is_available()
+    pair[1][5] = 7
+    TensorCopy(({"a": pair}, made, "BHND"))("d2h", ((5, 0),), ((8, 1),))
+    assert (made["a"][1][8] == 7).all()
+    assert not made["a"][0].any()
+    TensorCopy(({"a": pair}, made, "BHND"))("h2d", ((2,),), ((8,),))
+    assert (pair[1][2] == 7).all()
+
+
+def test_host_tensors_of_two_groups():
+    tables = ((1, 2), (0,))
+    groups = {
+        "BHND": {"a": np.arange(3 * 2 * 4 * 2).reshape(3, 2, 4, 2)},
+        "MLA": {"b": np.arange(2 * 4 * 5, dtype=np.int16).reshape(2, 4, 5)},
+    }
+    hosts = {axes: make_host_tensors(t, axes=axes, num_blocks=2) for axes, t in groups.items()}
+    copy = TensorCopy(*((groups[axes], hosts[axes], axes) for axes in groups))
+    assert copy("d2h", tables, ((0, 1), (1,))).done()
+    assert np.array_equal(hosts["BHND"]["a"], groups["BHND"]["a"][1:])
+    assert np.array_equal(hosts["MLA"]["b"][1], groups["MLA"]["b"][0])
+
+
+def test_host_tensors_that_cannot_be():
+    array = np.zeros((2, 3, 4))
+    for axes in ("HND", "KHN", "BH"):
+        with pytest.raises(LayoutError, match="B among them"):
+            make_host_tensors({"a": array}, axes=axes, num_blocks=3)
+    with pytest.raises(LayoutError, match="num_blocks is 0"):
+        make_host_tensors({"a": array}, axes="MLA", num_blocks=0)
+    with pytest.raises(LayoutError, match="not the same"):
+        TensorCopy(({"a": array}, {"b": array}, "MLA"))
+    with pytest.raises(LayoutError, match="expected the CPU"):
+        TensorCopy(({"a": torch.zeros(2, 3, 4, device="meta")}, {"a": array}, "MLA"))
+
+
+# --- in the connector -----------------------------------------------------------------------------
+
+
+class Engine:
+    """An engine whose device memory is staged: scheduler and worker around a `Rank`."""
+
+    def __init__(self, name, seed, network, hellos):
+        self.rank = Rank(seed)
+        self.agent = FakeAgent(name, network)
+        self.pool = HostBlockPool([HOST_BLOCKS])
+        self.worker = ConnectorWorker(
+            self.agent,
+            engine_id=name,
+            background=False,
+            fetch=lambda _, *, engine_id, ranks, timeout: dict.fromkeys(ranks, hellos[engine_id]),
+        )
+        staging = self.rank.staging
+        metadata = self.worker.register_kv_caches(staging.device_cache, staging=staging)
+        hellos[name] = metadata.hello
+        self.scheduler = ConnectorScheduler(
+            name, [GroupSpec(4)], address=("127.0.0.1", 1), host_pool=self.pool
+        )
+
+    def step(self):
+        self.worker.start_load_kv(self.scheduler.build_connector_meta())
+        self.worker.poll()
+        finished = self.worker.get_finished()
+        self.scheduler.update_finished(
+            sent=finished.sent, received=finished.received, failed=finished.failed
+        )
+        return finished
+
+    def close(self):
+        self.rank.copy.close()
+        self.worker.shutdown()
+        self.agent.close()
+
+
+def test_B099_a_request_is_readable_only_when_its_copy_has_ended():
+    network, hellos = FakeNetwork(), {}
+    producer = Engine("producer", 1, network, hellos)
+    consumer = Engine("consumer", 2, network, hellos)
+    try:
+        expected = [producer.rank.device_block(b) for b in (7, 0, 3)]
+        asked = RequestInfo("p", 12, HandOff(do_remote_decode=True))
+        keeps, params = producer.scheduler.request_finished(asked, ((7, 0, 3),), 12)
+        assert keeps
+        request = RequestInfo("c", 12, HandOff.from_dict(params))
+        assert consumer.scheduler.get_num_new_matched_tokens(request, 0) == (12, True)
+        consumer.scheduler.update_state_after_alloc(request, ((1, 6, 4),), 0, 12)
+        for _ in range(50):  # the copy to the producer's host has not ended
+            producer.step()
+            assert not consumer.step()
+        producer.rank.copy.finish()
+        deadline = time.monotonic() + DEADLINE_S
+        while not consumer.rank.copy.fences:  # until the copy from the consumer's host begins
+            assert time.monotonic() < deadline
+            producer.step()
+            assert not consumer.step()
+        assert not consumer.step()
+        consumer.rank.copy.finish()
+        received, sent = set(), set()
+        while not (received and sent):
+            assert time.monotonic() < deadline
+            sent |= producer.step().sent
+            received |= consumer.step().received
+        for block, bytes_of_it in zip((1, 6, 4), expected, strict=True):
+            assert np.array_equal(consumer.rank.device_block(block), bytes_of_it)
+        assert producer.pool.num_free == consumer.pool.num_free == (HOST_BLOCKS,)
+    finally:
+        for engine in (consumer, producer):
+            engine.close()

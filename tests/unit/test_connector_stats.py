@@ -1,0 +1,208 @@
+"""Counts, their sums, and what people and Prometheus see of them; records with request and peer."""
+
+from __future__ import annotations
+
+import logging
+import math
+import subprocess
+import sys
+import threading
+import types
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+
+from pynixlkv.agent import TransferResult
+from pynixlkv.connector.log import RequestLog
+from pynixlkv.connector.stats import (
+    BUCKET_BOUNDS_S,
+    ConnectorStats,
+    StatsCollector,
+    StatsSnapshot,
+    TimeHistogram,
+)
+from pynixlkv.errors import HandshakeTimeout, PeerLostError, TransferError
+from pynixlkv.types import TransferState
+
+
+def result(num_bytes=4096, descriptors=2, plan_s=1e-5, post_s=2e-5, transfer_s=1e-3):
+    return TransferResult(
+        bytes=num_bytes, descriptors=descriptors, batches=1, prepared=False, queued_s=0.0,
+        plan_s=plan_s, make_s=0.0, post_s=post_s, transfer_s=transfer_s,
+    )  # fmt: skip
+
+
+def ended_transfer(state):
+    return types.SimpleNamespace(state=state)
+
+
+def busy(transfers=3):
+    stats = ConnectorStats()
+    for i in range(transfers):
+        stats.transfer_done(result(transfer_s=(i + 1) * 1e-3))
+    stats.transfer_failed(ended_transfer(TransferState.TIMED_OUT))
+    for _ in range(2):
+        stats.ended("failed", PeerLostError("it is gone"))
+    stats.ended("failed", HandshakeTimeout("nobody there"))
+    stats.ended("expired", TransferError("too late"))
+    stats.ended("received", None)
+    stats.lease_ended("released")
+    stats.lease_ended("expired")
+    stats.lease_ended("expired")
+    stats.lease_ended("the copy to the host failed")
+    stats.count("late_notifications")
+    stats.count("late_notifications")
+    stats.count("duplicate_notifications")
+    stats.set_gauges(live_leases=5, peers=2)
+    return stats
+
+
+def test_everything_is_counted():
+    seen = busy().snapshot()
+    assert (seen.transfers, seen.bytes, seen.descriptors) == (3, 3 * 4096, 6)
+    assert (seen.plan.count, seen.post.count, seen.transfer.count) == (3, 3, 3)
+    assert seen.transfer.sum_s == pytest.approx(6e-3)
+    assert seen.transfer_failures == {"timed_out": 1}
+    assert seen.ends == {"failed": 3, "expired": 1, "received": 1}
+    assert seen.failures == {"PeerLostError": 2, "HandshakeTimeout": 1}
+    assert seen.leases == {"released": 1, "expired": 2, "failed": 1}
+    assert seen.events == {"late_notifications": 2, "duplicate_notifications": 1}
+    assert (seen.live_leases, seen.peers) == (5, 2)
+
+
+def test_take_gives_each_count_once_and_leaves_the_totals():
+    stats = busy()
+    before = stats.snapshot()
+    first = stats.take()
+    assert first == before
+    empty = stats.take()
+    assert (empty.transfers, empty.ends, empty.transfer.count) == (0, {}, 0)
+    assert (empty.live_leases, empty.peers) == (5, 2)  # they are what they are
+    stats.transfer_done(result())
+    assert stats.take().transfers == 1
+    assert stats.snapshot().transfers == 4
+    assert first == before  # nothing of a snapshot changes later
+
+
+def test_snapshots_add_up_and_survive_the_wire():
+    a, b = busy(3).take(), busy(1).take()
+    b.failures["WireError"] = 1
+    total = a + b
+    assert (total.transfers, total.live_leases, total.peers) == (4, 10, 4)
+    assert total.failures == {"PeerLostError": 4, "HandshakeTimeout": 2, "WireError": 1}
+    assert total.transfer.count == 4
+    assert total.transfer.sum_s == pytest.approx(7e-3)
+    assert a + StatsSnapshot() == a
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(total), type=StatsSnapshot) == total
+
+
+@given(st.floats(0, 1e4, allow_nan=False))
+def test_a_value_is_in_the_first_bucket_that_holds_it(seconds):
+    histogram = TimeHistogram()
+    histogram.add(seconds)
+    expected = next((i for i, bound in enumerate(BUCKET_BOUNDS_S) if seconds <= bound), 28)
+    found = histogram.counts.index(1)
+    # Microseconds are rounded once: only at a bound itself may that matter.
+    at_bound = any(math.isclose(seconds, bound, rel_tol=1e-12) for bound in BUCKET_BOUNDS_S)
+    assert found == expected or at_bound
+    assert histogram.count == 1
+
+
+def test_quantiles_are_upper_bounds():
+    histogram = TimeHistogram()
+    assert histogram.quantile(0.5) == 0.0
+    for milliseconds in range(1, 101):
+        histogram.add(milliseconds * 1e-3)
+    for share in (0.01, 0.5, 0.99, 1.0):
+        assert share * 0.1 <= histogram.quantile(share) <= 2 * share * 0.1 + 1e-9
+    histogram.add(1e6)
+    assert histogram.quantile(1.0) == math.inf
+
+
+def test_describe():
+    lines = busy().describe().splitlines()
+    assert lines[0] == "3 transfers, 0.0 MiB in 6 descriptors of 2.0 KiB"
+    assert lines[3] == "transfer: mean 2 ms, half within 2.05 ms, 99 % within 4.1 ms"
+    assert lines[4:] == [
+        "transfers that failed: 1 timed_out",
+        "requests: 1 expired, 3 failed, 1 received; "
+        "causes of failure: 1 HandshakeTimeout, 2 PeerLostError",
+        "leases: 5 live; over: 2 expired, 1 failed, 1 released",
+        "peers: 2; events: 1 duplicate_notifications, 2 late_notifications",
+    ]
+    assert "0 transfers" in ConnectorStats().describe()
+
+
+def test_nothing_is_lost_between_threads():
+    stats = ConnectorStats()
+    taken = []
+    finished = threading.Event()
+
+    def write():
+        for _ in range(2000):
+            stats.transfer_done(result(num_bytes=7))
+
+    def read():
+        while not finished.is_set():
+            taken.append(stats.take())
+
+    reader = threading.Thread(target=read)
+    writers = [threading.Thread(target=write) for _ in range(3)]
+    for thread in (reader, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    finished.set()
+    reader.join()
+    taken.append(stats.take())
+    total = sum(taken, StatsSnapshot())
+    assert (total.transfers, total.bytes, total.post.count) == (6000, 42000, 6000)
+    assert stats.snapshot().transfers == 6000
+
+
+def test_prometheus():
+    registry = CollectorRegistry()
+    first, second = busy(), ConnectorStats()
+    registry.register(StatsCollector({"p-0": first.snapshot, "p-1": second.snapshot}))
+    first.take()  # what somebody else takes does not make a counter fall
+
+    def value(name, **labels):
+        return registry.get_sample_value(f"pynixlkv_{name}", {"engine": "p-0", **labels})
+
+    assert value("transfers_total") == 3
+    assert value("bytes_total") == 3 * 4096
+    assert value("failures_total", cause="PeerLostError") == 2
+    assert value("events_total", event="late_notifications") == 2
+    assert value("leases_total", reason="expired") == 2
+    assert value("transfer_failures_total", state="timed_out") == 1
+    assert value("live_leases") == 5
+    assert value("transfer_seconds_count") == 3
+    assert value("transfer_seconds_sum") == pytest.approx(6e-3)
+    assert value("transfer_seconds_bucket", le="0.001024") == 1
+    assert value("transfer_seconds_bucket", le="0.002048") == 2
+    assert value("transfer_seconds_bucket", le="+Inf") == 3
+    assert registry.get_sample_value("pynixlkv_transfers_total", {"engine": "p-1"}) == 0
+    text = generate_latest(registry).decode()
+    assert text.count("# TYPE pynixlkv_transfers_total counter") == 1
+
+
+def test_importing_needs_no_prometheus():
+    probe = "import pynixlkv.connector.stats, sys; assert 'prometheus_client' not in sys.modules"
+    subprocess.run([sys.executable, "-c", probe], check=True, timeout=60)
+
+
+def test_records_carry_request_and_peer(caplog):
+    caplog.set_level(logging.INFO, "test")
+    log = RequestLog(logging.getLogger("test"), request="r-1", peer="p-0")
+    log.warning("lost after %d bytes", 7, extra={"step": 3})
+    log.info("100 %")
+    log.info("another", extra={"peer": "p-1"})
+    RequestLog(logging.getLogger("test")).info("nobody: %s", "x")
+    messages = ["lost after 7 bytes", "100 %", "another", "nobody: x"]
+    assert [record.getMessage() for record in caplog.records] == messages
+    fields = [(record.request, record.peer) for record in caplog.records]
+    assert fields == [("r-1", "p-0"), ("r-1", "p-0"), ("r-1", "p-1"), ("", "")]
+    assert caplog.records[0].step == 3
