@@ -3,9 +3,9 @@
 Each request goes through the states of `_Step` on the connector's thread and ends in exactly one
 `EndState`, which is reported once, and only when no byte of the request can move any more.
 
-Pull: read the blocks from every source rank, then the lease's word at each of them; only if all
-words are the lease's token is the request received. A word that is not there yet was read too
-early, and so may have been the blocks: they are read again when it is.
+Pull: at every source rank, read the lease's word until it is the lease's token, then the blocks,
+then the word again; only if all words still are the token is the request received. The first look
+tells that the blocks are complete, the second that they were not reused.
 
 Push: ask every source rank to write; each says when it has, and that nothing of it moves any more.
 Nobody else can say that. So a request that has failed keeps its blocks until all ranks that it has
@@ -100,10 +100,10 @@ class _Source:
     check_at: float = 0.0
     pause: float = _SOON_S
     is_checking: bool = False
-    was_early: bool = False
-    """The blocks were read before the lease was granted: they may not have been complete."""
+    is_granted: bool = False
+    """The lease held before the blocks were read."""
     is_held: bool = False
-    """The lease held while the blocks were read."""
+    """It still did when they had been read."""
 
 
 @dataclass(eq=False)
@@ -259,7 +259,9 @@ class Receiver:
         link = self._links.of_agent(agent)
         producer = link.of_agent(agent) if link is not None else None
         if producer is None:
-            self._stats.count("foreign_notifications")
+            # It may answer before the link that asked has been settled.
+            is_early = any(link.state is LinkState.CONNECTING for link in self._links.all())
+            self._stats.count("early_notifications" if is_early else "foreign_notifications")
             return
         producer.unanswered = 0
         producer.has_answered = True
@@ -378,10 +380,7 @@ class Receiver:
             request.pushing.update(request.link.sources)
             return
         self._check_positions(request)
-        for producer in request.link.sources:
-            source = _Source(producer)
-            request.sources.append(source)
-            self._read(request, source, now)
+        request.sources = [_Source(producer) for producer in request.link.sources]
 
     def _read(self, request: _Request, source: _Source, now: float) -> None:
         """Begin to read what a request gets from a source."""
@@ -511,7 +510,7 @@ class Receiver:
     # ---- leases
 
     def _check(self, to_check: dict[Producer, list[tuple[_Request, _Source]]], now: float) -> None:
-        """Read the words of all requests that have got their bytes: one read per producer."""
+        """Read the words that requests want to see: one read per producer."""
         for producer, all_asked in to_check.items():
             # Those that find no word free are there again in the next round.
             asked = [pair for pair in all_asked if pair[0].end is None][: len(self._free_words)]
@@ -552,11 +551,10 @@ class Receiver:
                 self._expire(request, source.producer)
             elif found is LeaseStatus.UNKNOWN:
                 # The producer's worker has not heard of the lease from its scheduler yet.
-                source.was_early = True
                 source.check_at = now + source.pause
                 source.pause = min(2 * source.pause, _LONGEST_LOOK_S)
-            elif source.was_early:
-                source.was_early = False
+            elif not source.is_granted:
+                source.is_granted = True
                 try:
                     self._read(request, source, now)
                 except PynixlkvError as failure:

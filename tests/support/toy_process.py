@@ -147,7 +147,7 @@ def run_engine(channel):
                 continue
             command = channel.receive()
             if command is None:
-                return None
+                return
             name, args, options = command
             channel.send(getattr(driver, name)(*args, **options))
     finally:

@@ -10,13 +10,16 @@ from toy_engine import Model, Outcome, ToyEngine
 
 from pynixlkv.connector import messages
 from pynixlkv.connector.config import ConnectorConfig
+from pynixlkv.connector.leases import LEASE_GROUP
 from pynixlkv.errors import HandshakeError
 from pynixlkv.testing import FakeAgent, FakeNetwork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from pynixlkv.agent import Peer, Transfer
     from pynixlkv.connector.metadata import Rank
+    from pynixlkv.plan import TransferPlan
 
 DEADLINE_S = 30.0
 
@@ -169,6 +172,20 @@ class World:
         for _ in range(steps):
             self.clock.now += seconds / steps
             self.quiet()
+
+    def before_reads(self, engine_id: str, action: Callable[[str], None]) -> None:
+        """Call a function with the name of the peer before blocks are read from it."""
+        for rank in self.engines[engine_id].ranks:
+            rank.agent.read = self._hook_read(rank.agent.read, action)  # type: ignore[method-assign]
+
+    @staticmethod
+    def _hook_read(read: Callable[..., Transfer], action: Callable[[str], None]) -> object:
+        def hooked(peer: Peer, plan: TransferPlan, *args: object, **options: object) -> Transfer:
+            if LEASE_GROUP not in plan.groups:
+                action(peer.name)
+            return read(peer, plan, *args, **options)
+
+        return hooked
 
     # ---- looking
 
