@@ -142,6 +142,7 @@ class _Waiting:
 class _Check:
     """A read of lease words under way."""
 
+    link: Link
     asked: list[tuple[_Request, _Source]]
     slots: list[int]
     transfer: Transfer
@@ -344,7 +345,7 @@ class Receiver:
                 return due
             if request.fence is not None and not request.fence.done():
                 return _SOON_S
-            self._start(request, now)
+            self._start(request)
         self._settle_transfers(request)
         if request.pushing:
             due = min(due, self._ask(request, now))
@@ -374,7 +375,7 @@ class Receiver:
             return False
         return self._config.transfer_mode == "pull" or all(p.has_answered for p in link.sources)
 
-    def _start(self, request: _Request, now: float) -> None:
+    def _start(self, request: _Request) -> None:
         request.step = _Step.MOVING
         if self._config.transfer_mode == "push":
             request.pushing.update(request.link.sources)
@@ -532,12 +533,15 @@ class Receiver:
                 continue
             for _, source in asked:
                 source.is_checking = True
-            self._checks.append(_Check(asked, slots, transfer))
+            link = asked[0][0].link
+            link.num_checks += 1
+            self._checks.append(_Check(link, asked, slots, transfer))
 
     def _take_words(self, check: _Check, now: float) -> bool:
         """Look at the words of a check; return whether they have come."""
         if not check.transfer.is_quiet:
             return False
+        check.link.num_checks -= 1
         error = check.transfer.error
         for (request, source), slot in zip(check.asked, check.slots, strict=True):
             source.is_checking = False

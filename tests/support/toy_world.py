@@ -173,10 +173,23 @@ class World:
             self.clock.now += seconds / steps
             self.quiet()
 
-    def before_reads(self, engine_id: str, action: Callable[[str], None]) -> None:
-        """Call a function with the name of the peer before blocks are read from it."""
+    def before_reads(self, engine_id: str, action: Callable[[str], None]) -> list[str]:
+        """Call a function with the name of the peer before blocks are read from it.
+
+        Returns
+        -------
+        list of str
+            Grows by the peer of each such read.
+        """
+        begun: list[str] = []
+
+        def act(name: str) -> None:
+            begun.append(name)
+            action(name)
+
         for rank in self.engines[engine_id].ranks:
-            rank.agent.read = self._hook_read(rank.agent.read, action)  # type: ignore[method-assign]
+            rank.agent.read = self._hook_read(rank.agent.read, act)  # type: ignore[method-assign, assignment]
+        return begun
 
     @staticmethod
     def _hook_read(read: Callable[..., Transfer], action: Callable[[str], None]) -> object:

@@ -145,10 +145,11 @@ def test_b030_blocks_that_are_reused_while_they_are_read_are_found_out():
         params = prefill.prefill("p1", 7, 13)
         blocks = list(prefill.requests["p1"].blocks)
         world.round()
-        world.before_reads("D", world.network.pause)  # half of the bytes move all the same
+        # Half of the bytes move all the same.
+        reads = world.before_reads("D", world.network.pause)
         world.network.drop_notifications("P.0.0", 100)
         start(world, decode, params)
-        world.until(lambda: decode.ranks[0].agent._native.running)
+        world.until(lambda: reads)
         world.clock.now += 0.4
         prefill.step()  # the word moves on
         for rank in prefill.ranks:
@@ -335,9 +336,9 @@ def test_b040_several_failures_of_a_request_are_one_end():
             world.network.fail_next(name, 1)
             world.network.pause(name)
 
-        world.before_reads("D", stop)
+        reads = world.before_reads("D", stop)
         start(world, decode, params)
-        world.until(lambda: decode.ranks[0].agent._native.running == 2)
+        world.until(lambda: len(reads) == 2)
         world.network.resume("P.0.0")
         world.until(lambda: decode.ranks[0].worker.stats.snapshot().transfer_failures)
         world.quiet()
@@ -452,9 +453,9 @@ def test_b048_a_failed_part_is_not_counted_as_loaded():
             if name == "P.0.2":
                 world.network.fail_next(name)
 
-        world.before_reads("D", stop)
+        reads = world.before_reads("D", stop)
         start(world, decode, params)
-        world.until(lambda: decode.ranks[0].agent._native.running == 4)
+        world.until(lambda: len(reads) == 4)
         for rank in (0, 1, 3):
             world.network.resume(f"P.0.{rank}")
         world.until(lambda: decode.ranks[0].worker.stats.snapshot().transfers == before + 3)
@@ -515,10 +516,9 @@ def test_b051_an_end_is_final_and_noise_is_harmless(mode):
 def test_b052_a_lost_release_costs_a_lease_and_no_more():
     with World(lease_duration=30) as world:
         prefill, decode = pair(world)
-        inbox = world.listen("P")
-        start(world, decode, prefill.prefill("p1", 7, 13))
-        world.until(lambda: inbox.of(messages.Beat))
-        world.network.drop_notifications("P.0.0", 10**6)
+        params = prefill.prefill("p1", 7, 13)
+        world.before_reads("D", lambda name: world.network.drop_notifications(name, 10**6))
+        start(world, decode, params)
         world.until(received(world))
         assert not world.outcomes["P"].sent
         world.pass_time(30)
@@ -669,12 +669,11 @@ def test_an_abort_while_bytes_move_is_reported_when_they_are_quiet(mode):
         world.until(received(world, "d0"))
         params = prefill.prefill("p1", 7, 13)
         if mode == "pull":
-            world.before_reads("D", world.network.pause)
+            reads = world.before_reads("D", world.network.pause)
         else:
             world.network.pause("D.0.0")
         start(world, decode, params)
-        mover = decode if mode == "pull" else prefill
-        world.until(lambda: mover.ranks[0].agent._native.running)
+        world.until(lambda: reads if mode == "pull" else prefill.ranks[0].agent._native.running)
         decode.finish("d1")
         world.quiet()
         assert not world.outcomes["D"].failed
