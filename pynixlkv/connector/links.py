@@ -118,6 +118,8 @@ class Link:
     requests: set[str] = field(default_factory=set)
     """Local ids of requests that are queued or under way over this link. While there are any, its
     leases are kept alive, and, after its death, its peers are."""
+    num_checks: int = 0
+    """Reads of lease words that are not quiet; they need the peers as well."""
     beat_interval: float = 0.0
     next_beat: float = 0.0
     last_used: float = 0.0
@@ -214,6 +216,8 @@ class Links:
         if missing:
             raise RankNotFound(
                 f"engine {engine_id!r} has no rank {missing[0]}; it has {sorted(hellos)}",
+                missing=missing,
+                available=sorted(hellos),
                 peer=engine_id,
             )
         peers: list[Peer] = []
@@ -303,7 +307,7 @@ class Links:
 
     def _bury(self, link: Link) -> bool:
         """Let go of a dead link's peers, when nothing under way needs them any more."""
-        if link.requests or link in self._dropped or not link.connecting.done():
+        if link.requests or link.num_checks or link in self._dropped or not link.connecting.done():
             return False
         if not link.connecting.cancelled() and link.connecting.exception() is None:
             for producer in link.connecting.result():

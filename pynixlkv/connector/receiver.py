@@ -3,9 +3,9 @@
 Each request goes through the states of `_Step` on the connector's thread and ends in exactly one
 `EndState`, which is reported once, and only when no byte of the request can move any more.
 
-Pull: read the blocks from every source rank, then the lease's word at each of them; only if all
-words are the lease's token is the request received. A word that is not there yet was read too
-early, and so may have been the blocks: they are read again when it is.
+Pull: at every source rank, read the lease's word until it is the lease's token, then the blocks,
+then the word again; only if all words still are the token is the request received. The first look
+tells that the blocks are complete, the second that they were not reused.
 
 Push: ask every source rank to write; each says when it has, and that nothing of it moves any more.
 Nobody else can say that. So a request that has failed keeps its blocks until all ranks that it has
@@ -100,10 +100,10 @@ class _Source:
     check_at: float = 0.0
     pause: float = _SOON_S
     is_checking: bool = False
-    was_early: bool = False
-    """The blocks were read before the lease was granted: they may not have been complete."""
+    is_granted: bool = False
+    """The lease held before the blocks were read."""
     is_held: bool = False
-    """The lease held while the blocks were read."""
+    """It still did when they had been read."""
 
 
 @dataclass(eq=False)
@@ -129,10 +129,20 @@ class _Request:
     error: Exception | None = None
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """A request that is queued."""
+
+    remote_id: str
+    lease: Lease | None
+    link: Link
+
+
 @dataclass
 class _Check:
     """A read of lease words under way."""
 
+    link: Link
     asked: list[tuple[_Request, _Source]]
     slots: list[int]
     transfer: Transfer
@@ -174,7 +184,7 @@ class Receiver:
         self._stats = stats
         self._stage_in = stage_in
         self._requests: dict[str, _Request] = {}
-        self._waiting: dict[str, tuple[HandOff, Link]] = {}
+        self._waiting: dict[str, _Waiting] = {}
         self._by_ticket: dict[int, _Request] = {}
         # Where another life of this worker began is far away.
         self._next_ticket = secrets.randbits(61)
@@ -190,9 +200,10 @@ class Receiver:
         if request_id in self._requests:
             raise PlanError(f"request {request_id!r} is being received, it does not wait")
         self._forget(request_id)
+        lease = hand_off.lease_token if hand_off.lease is not None else None
         link = self._link(hand_off, now)
         link.requests.add(request_id)
-        self._waiting[request_id] = hand_off, link
+        self._waiting[request_id] = _Waiting(str(hand_off.remote_request_id), lease, link)
 
     def receive(self, request_id: str, meta: ReqMeta, fence: Fence | None, now: float) -> None:
         """Begin to receive a request, when `fence` says that its blocks are free of older work."""
@@ -200,6 +211,7 @@ class Receiver:
         if remote is None or request_id in self._requests:
             raise PlanError(f"request {request_id!r} cannot be received (again)")
         self._forget(request_id)
+        lease = remote.lease_token if remote.lease is not None else None
         link = self._link(remote, now)
         link.requests.add(request_id)
         self._next_ticket += 1
@@ -207,7 +219,7 @@ class Receiver:
             id=request_id,
             meta=meta,
             remote=remote,
-            lease=remote.lease_token if remote.lease is not None else None,
+            lease=lease,
             link=link,
             fence=fence,
             deadline=now + self._config.transfer_timeout,
@@ -239,7 +251,7 @@ class Receiver:
     def _forget(self, request_id: str) -> None:
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
-            waiting[1].requests.discard(request_id)
+            waiting.link.requests.discard(request_id)
 
     # ---- what producers say
 
@@ -248,7 +260,9 @@ class Receiver:
         link = self._links.of_agent(agent)
         producer = link.of_agent(agent) if link is not None else None
         if producer is None:
-            self._stats.count("foreign_notifications")
+            # It may answer before the link that asked has been settled.
+            is_early = any(link.state is LinkState.CONNECTING for link in self._links.all())
+            self._stats.count("early_notifications" if is_early else "foreign_notifications")
             return
         producer.unanswered = 0
         producer.has_answered = True
@@ -331,7 +345,7 @@ class Receiver:
                 return due
             if request.fence is not None and not request.fence.done():
                 return _SOON_S
-            self._start(request, now)
+            self._start(request)
         self._settle_transfers(request)
         if request.pushing:
             due = min(due, self._ask(request, now))
@@ -361,16 +375,13 @@ class Receiver:
             return False
         return self._config.transfer_mode == "pull" or all(p.has_answered for p in link.sources)
 
-    def _start(self, request: _Request, now: float) -> None:
+    def _start(self, request: _Request) -> None:
         request.step = _Step.MOVING
         if self._config.transfer_mode == "push":
             request.pushing.update(request.link.sources)
             return
         self._check_positions(request)
-        for producer in request.link.sources:
-            source = _Source(producer)
-            request.sources.append(source)
-            self._read(request, source, now)
+        request.sources = [_Source(producer) for producer in request.link.sources]
 
     def _read(self, request: _Request, source: _Source, now: float) -> None:
         """Begin to read what a request gets from a source."""
@@ -500,7 +511,7 @@ class Receiver:
     # ---- leases
 
     def _check(self, to_check: dict[Producer, list[tuple[_Request, _Source]]], now: float) -> None:
-        """Read the words of all requests that have got their bytes: one read per producer."""
+        """Read the words that requests want to see: one read per producer."""
         for producer, all_asked in to_check.items():
             # Those that find no word free are there again in the next round.
             asked = [pair for pair in all_asked if pair[0].end is None][: len(self._free_words)]
@@ -522,12 +533,15 @@ class Receiver:
                 continue
             for _, source in asked:
                 source.is_checking = True
-            self._checks.append(_Check(asked, slots, transfer))
+            link = asked[0][0].link
+            link.num_checks += 1
+            self._checks.append(_Check(link, asked, slots, transfer))
 
     def _take_words(self, check: _Check, now: float) -> bool:
         """Look at the words of a check; return whether they have come."""
         if not check.transfer.is_quiet:
             return False
+        check.link.num_checks -= 1
         error = check.transfer.error
         for (request, source), slot in zip(check.asked, check.slots, strict=True):
             source.is_checking = False
@@ -541,11 +555,10 @@ class Receiver:
                 self._expire(request, source.producer)
             elif found is LeaseStatus.UNKNOWN:
                 # The producer's worker has not heard of the lease from its scheduler yet.
-                source.was_early = True
                 source.check_at = now + source.pause
                 source.pause = min(2 * source.pause, _LONGEST_LOOK_S)
-            elif source.was_early:
-                source.was_early = False
+            elif not source.is_granted:
+                source.is_granted = True
                 try:
                     self._read(request, source, now)
                 except PynixlkvError as failure:
@@ -569,10 +582,11 @@ class Receiver:
         link.next_beat = now + link.beat_interval
         wanted = []
         for request_id in link.requests:
-            request = self._requests.get(request_id)
-            hand_off = request.remote if request is not None else self._waiting[request_id][0]
-            if hand_off.lease is not None and (request is None or request.end is None):
-                wanted.append((str(hand_off.remote_request_id), hand_off.lease_token))
+            request, waiting = self._requests.get(request_id), self._waiting.get(request_id)
+            if request is not None and request.lease is not None and request.end is None:
+                wanted.append((str(request.remote.remote_request_id), request.lease))
+            elif waiting is not None and waiting.lease is not None:
+                wanted.append((waiting.remote_id, waiting.lease))
         beats = []
         for entries in _chunks(wanted) or [[]]:
             self._beat_number += 1
@@ -602,13 +616,13 @@ class Receiver:
 
     def _lose(self, link: Link) -> None:
         """End the requests of a dead link."""
-        for request_id in [r for r, (_, of) in self._waiting.items() if of is link]:
+        for request_id in [r for r, waiting in self._waiting.items() if waiting.link is link]:
             self._forget(request_id)
         if not link.requests:
             return
         self._stats.count("peers_lost")
         error = link.error or PeerLostError("the link is dead", peer=link.engine_id)
-        _log.warning("producer engine %s is lost: %s", link.engine_id, error)
+        _log.warning("producer engine %s is lost: %s", link.engine_id, str(error))
         for request in self._requests.values():
             if request.link is link:
                 self._fail(request, error)
@@ -657,7 +671,7 @@ class Receiver:
             return RequestEnd(end, None, ())
         _log.warning(
             "request %s from engine %s: %s: %s",
-            request.id, link.engine_id, end.value, request.error,
+            request.id, link.engine_id, end.value, str(request.error),
             extra={"request": request.id, "peer": link.engine_id},
         )  # fmt: skip
         return RequestEnd(end, request.error, request.meta.blocks)
@@ -691,7 +705,7 @@ class Receiver:
                     self._this.agent.notify(producer.peer, messages.encode(message))
                 except PynixlkvError as error:
                     # The producer's leases run out without us.
-                    _log.info("%s could not be told of releases: %s", producer.peer.name, error)
+                    _log.info("%s cannot be told of releases: %s", producer.peer.name, str(error))
                     self._stats.count("releases_lost")
 
     def has(self, request_id: str) -> bool:

@@ -414,7 +414,7 @@ class Sender:
                 self.on_any(agent, now)
                 self._answer(agent, _ATTACHED)
             else:
-                _log.warning("consumer %s cannot be reached: %s", agent, error)
+                _log.warning("consumer %s cannot be reached: %s", agent, str(error))
                 self._stats.count("attach_failures")
 
     def _grant(self, kept: _Kept) -> float:
@@ -430,7 +430,7 @@ class Sender:
                     return _SOON_S
             self._table.grant(kept.lease)
         except Exception as error:
-            _log.exception("request %s cannot be sent", kept.id)
+            _log.warning("request %s cannot be sent: %s", kept.id, str(error))
             self._end(kept, str(error) or type(error).__name__)
             return 0.0
         kept.granted = True
@@ -608,7 +608,7 @@ class Sender:
         try:
             self._this.agent.notify(consumer.peer, messages.encode(message))
         except PynixlkvError as error:
-            _log.info("consumer %s could not be told: %s", agent, error)
+            _log.info("consumer %s could not be told: %s", agent, str(error))
             self._forget(agent)
 
 

@@ -408,7 +408,7 @@ class ConnectorWorker:
             message = messages.decode(data)
         except HandshakeError as error:
             self.stats.count("foreign_notifications")
-            _log.warning("a notification of %s was ignored: %s", agent, error)
+            _log.warning("a notification of %s was ignored: %s", agent, str(error))
             return
         self._sender.on_any(agent, now)
         if isinstance(message, messages.Attach):

@@ -42,8 +42,8 @@ class Channel:
             raise PeerFailed(value)
         return value
 
-    def has_data(self):
-        return self._connection.poll(0)
+    def has_data(self, timeout=0):
+        return self._connection.poll(timeout)
 
 
 class Peer(Channel):
