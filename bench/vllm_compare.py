@@ -22,8 +22,7 @@ sys.path[:0] = [
 ]
 
 import connectors  # noqa: E402
-from engines import Cluster, make_prompts, write_model  # noqa: E402
-from peers import Peer  # noqa: E402
+from engines import Cluster, Connector, make_model, make_prompts  # noqa: E402
 
 PROMPT, ROUNDS, IDLE_S = 300, 12, 5.0
 CONNECTORS = {
@@ -43,7 +42,7 @@ def cpu_seconds(pids: list[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def measure(cluster: Cluster, connector: connectors.Connector) -> dict[str, float]:
+def measure(cluster: Cluster, connector: Connector) -> dict[str, float]:
     prefill, decode = cluster.prefill(connector), cluster.decode(connector)
     prompts = make_prompts([PROMPT] * (2 * ROUNDS + 2), 11)
 
@@ -80,10 +79,7 @@ def measure(cluster: Cluster, connector: connectors.Connector) -> dict[str, floa
 
 def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="pynixlkv-vllm-"))
-    writer = Peer(write_model, str(folder / "model"))
-    writer.finish(120.0)
-    writer.kill()
-    cluster = Cluster(folder / "model", folder)
+    cluster = Cluster(make_model("llama", folder / "model"), folder)
     print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores; prompt {PROMPT} tokens\n")
     print(
         "| | first contact | hand-off, median (quartiles apart) | computed instead | bytes "

@@ -13,6 +13,7 @@ import functools
 import itertools
 import threading
 import weakref
+from array import array
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
@@ -301,21 +302,21 @@ def _join_partial(connection: bytes, memory: bytes) -> bytes:
 
 def _as_rows(descs: Sequence[tuple[Any, ...]]) -> Rows:
     """Return the first three of each tuple as (n, 3) uint64; never rounds or wraps around."""
-    if not descs:
-        return np.empty((0, 3), dtype=np.uint64)
-    rows = np.array([desc[:3] for desc in descs])
-    if rows.dtype.kind not in "iu":  # numpy makes floats of numbers on both sides of 2**63
-        rows = np.array([desc[:3] for desc in descs], dtype=object)
-    wrong = rows < 0
-    if rows.dtype == object:
-        wrong = np.vectorize(lambda x: not isinstance(x, int) or not 0 <= x < 1 << 64)(rows)
-    if wrong.any():
-        index, column = (int(i) for i in np.argwhere(wrong)[0])
-        raise ValueError(
-            f"descriptor {index} has the {('address', 'length', 'device')[column]} "
-            f"{descs[index][column]!r}; it must be an int from 0 to 2**64 - 1"
-        )
-    return rows.astype(np.uint64)
+    numbers = itertools.chain.from_iterable(
+        descs if descs and len(descs[0]) == 3 else (desc[:3] for desc in descs)
+    )
+    try:
+        data = array("Q", numbers)
+    except (TypeError, OverflowError):
+        for index, desc in enumerate(descs):
+            for what, number in zip(("address", "length", "device"), desc, strict=False):
+                if not isinstance(number, int | np.integer) or not 0 <= number < 1 << 64:
+                    raise ValueError(
+                        f"descriptor {index} has the {what} {number!r}; it must be an int from 0 "
+                        "to 2**64 - 1"
+                    ) from None
+        raise
+    return np.frombuffer(data, dtype=np.uint64).reshape(-1, 3)
 
 
 class _DescList:
@@ -339,14 +340,16 @@ class _DescList:
         if isinstance(descs, np.ndarray):
             self._rows = self._from_array(descs)
         elif isinstance(descs, list):
-            for desc in descs:
-                self._check(desc)
+            if not all(desc.__class__ is tuple and len(desc) == self._width for desc in descs):
+                for desc in descs:
+                    self._check(desc)
             self._rows = _as_rows(descs)
         else:
             self._rows = np.zeros((int(descs) or init_size, 3), dtype=np.uint64)
         self._count = len(self._rows)
-        extras = [self._extra(desc) for desc in descs] if isinstance(descs, list) else []
-        self._extras: list[Any] = extras or [self._blank] * self._count
+        self._extras: list[Any] = [self._blank] * self._count
+        if isinstance(descs, list) and self._width > 3:
+            self._extras = [self._extra(desc) for desc in descs]
 
     @classmethod
     def _from_array(cls, descs: NDArray[Any]) -> Rows:

@@ -942,13 +942,15 @@ def test_install_comes_too_late_after_the_import_of_nixl():
 @pytest.mark.parametrize(("value", "expected"), [("0", "False"), ("1", "True"), ("yes", "refused")])
 def test_the_environment_variable(value, expected):
     code = """if True:
+        import importlib.util
         import sys
         from importlib.metadata import entry_points
         (point,) = [p for p in entry_points(group="vllm.general_plugins")
                     if p.name == "pynixlkv_nixl_api"]
         try:
             point.load()()
-            print("nixl" in sys.modules)
+            assert "nixl" not in sys.modules  # vLLM looks for it before it sets UCX's variables
+            print(importlib.util.find_spec("nixl") is not None)
         except ValueError:
             print("refused")
     """
