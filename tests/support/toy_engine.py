@@ -372,4 +372,4 @@ class ToyEngine:
         for rank in self.ranks:
             rank.worker.shutdown()
         for rank in self.ranks:
-            assert rank.agent.close(), f"{rank.agent!r} is not quiet"
+            assert rank.agent.close(), f"{rank.agent.name!r} is not quiet"
