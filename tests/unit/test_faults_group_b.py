@@ -5,6 +5,7 @@ Each test is named after its row in the catalogue of known faults.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from toy_engine import Model, ToyRequest
 from toy_world import FakeFence, World
@@ -646,6 +647,24 @@ def test_b101_hand_offs_whose_lists_do_not_pair_up_are_refused():
     }
     with pytest.raises(ConfigError, match="remote_starts has 1 entries, remote_block_ids 2"):
         HandOff.from_dict(params)
+
+
+def test_b078_block_tables_stay_small_on_the_wire():
+    # Tables of 15,000 blocks, and of as many in any order, in the message that carries them.
+    for blocks in (range(15_000), np.random.default_rng(0).permutation(15_000).tolist()):
+        push = messages.Push(
+            reader=Reader("D", (0, 0), EngineShape()),
+            request_id="p1",
+            lease=None,
+            ticket=1,
+            blocks=(tuple(blocks),),
+            starts=(0,),
+            block_sizes=(16,),
+            num_tokens=15_000 * 16,
+        )
+        data = messages.encode(push)
+        assert len(data) < 64_000
+        assert messages.decode(data) == push
 
 
 def test_b102_the_number_of_descriptors_is_counted():
