@@ -339,7 +339,10 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def set_host_xfer_buffer_ops(self, copy_operation: Callable[..., None]) -> None:
         """Take vLLM's function that copies blocks between device and host."""
-        if self._copy is not None:
+        from vllm.platforms import current_platform
+
+        # On the CPU there is no device to copy from, and vLLM's function fails.
+        if self._copy is not None and not current_platform.is_cpu():
             self._copy.operation = copy_operation
 
     def _make_agent(self, name: str) -> Agent:
@@ -387,9 +390,9 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(
         self,
         layer_name: str,
-        kv_layer: torch.Tensor,
-        attn_metadata: object,
-        **kwargs: object,
+        kv_layer: torch.Tensor,  # noqa: ARG002
+        attn_metadata: object,  # noqa: ARG002
+        **kwargs: object,  # noqa: ARG002
     ) -> None:
         """Push a layer of the prompts in this step, if that is asked for."""
         number = self._layer_numbers.get(layer_name)

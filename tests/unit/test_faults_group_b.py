@@ -825,7 +825,7 @@ def test_a_request_that_ends_before_its_layers_is_written_whole_when_all_is_ther
 
 
 def test_a_layer_that_fails_on_the_device_fails_its_requests(pushing):
-    world, prefill, decode = pushing
+    world, prefill, _ = pushing
     fences = launch(world, prefill, 8)
     fences[0].error = RuntimeError("the device is lost")
     world.until(failed(world))
