@@ -86,6 +86,10 @@ VLLM_PIP := $(VLLM_PY) -m pip --disable-pip-version-check -q
 test-vllm: .venv-vllm/.installed  ## real vLLM engines, prefill and decode, on the CPU
 	.venv-vllm/bin/pytest tests/vllm --junitxml=build/pytest-vllm.xml
 
+.PHONY: test-vllm-ci
+test-vllm-ci: .venv-vllm/.installed  ## the part of test-vllm that starts three engines only
+	.venv-vllm/bin/pytest tests/vllm -m ci --junitxml=build/pytest-vllm.xml
+
 .PHONY: bench-vllm
 bench-vllm: .venv-vllm/.installed  ## vLLM's connector and ours, between the same engines
 	$(VLLM_PY) bench/vllm_compare.py

@@ -17,6 +17,8 @@ from pynixlkv.connector.scheduler import GroupSpec
 from pynixlkv.errors import ConfigError, LayoutError
 from pynixlkv.vllm.caches import ParallelPlace, group_specs, kv_cache
 
+pytestmark = pytest.mark.ci
+
 BLOCKS = 10
 
 

@@ -7,7 +7,17 @@ from engines import LENGTHS, make_prompts
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.fixture(scope="module", params=["OURS", "PUSH", "STAGED", "UCX", "UCX_PUSH", "NIXL_API"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("OURS", marks=pytest.mark.ci),
+        "PUSH",
+        "STAGED",
+        "UCX",
+        "UCX_PUSH",
+        "NIXL_API",
+    ],
+)
 def pair(request, cluster):
     """A prefill and a decode engine."""
     connector = getattr(connectors, request.param)

@@ -22,6 +22,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from pynixlkv.connector.worker import Finished
 from pynixlkv.vllm import PyNixlKVConnector
 
+pytestmark = pytest.mark.ci
+
 BLOCK, BLOCKS = 32, 21  # the first block is vLLM's null block
 PRODUCER, CONSUMER = "kv_producer", "kv_consumer"
 HASH = get_hash_fn_by_name("sha256")

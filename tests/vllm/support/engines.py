@@ -106,6 +106,21 @@ def write_model(channel, kind, path):
     if kind == "llama":
         config = transformers.LlamaConfig(**shape, num_hidden_layers=3, tie_word_embeddings=False)
         model = transformers.LlamaForCausalLM(config)
+    elif kind == "deepseek":
+        # Latents of the one size that the CPU's kernel knows, and no experts.
+        shape["num_key_value_heads"] = shape["num_attention_heads"]
+        config = transformers.DeepseekV2Config(
+            **shape,
+            num_hidden_layers=3,
+            first_k_dense_replace=3,
+            q_lora_rank=None,
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=32,
+            v_head_dim=32,
+            tie_word_embeddings=False,
+        )
+        model = transformers.DeepseekV2ForCausalLM(config)
     else:
         # Every other layer sees a window only: two groups, each with a block table of its own.
         config = transformers.Gemma3TextConfig(
@@ -118,6 +133,19 @@ def write_model(channel, kind, path):
         )
         model = transformers.Gemma3ForCausalLM(config)
     model.to(torch.float32).save_pretrained(path)
+    write_tokenizer(path)
+
+
+def write_tokenizer(path):
+    """Write a tokenizer beside a model: token 7 is the word t7. Servers want one."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="t0", bos_token="t1", eos_token="t2"
+    ).save_pretrained(path)
 
 
 def run_engine(channel, options):
@@ -189,23 +217,28 @@ def free_port():
         return probe.getsockname()[1]
 
 
+def environment(connector=None):
+    """What the processes of an engine find in their environment."""
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # Otherwise every engine pins its threads to the first core.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        **(connector.env if connector else {}),
+    }
+
+
 class Engine:
     """One engine. `log` is the file with what its processes print."""
 
     def __init__(self, name, model, folder, connector=None, role="kv_both", **options):
         self.name = name
         self.log = Path(folder) / f"{name}.log"
-        env = {
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            # Otherwise every engine pins its threads to the first core.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-            **(connector.env if connector else {}),
-        }
+        env = environment(connector)
         options = {"model": str(model), "dtype": "float32", **options}
         if connector is not None:
             options["kv_transfer_config"] = connector.config(role)
@@ -386,9 +419,9 @@ def answer_plainly(model, folder, **options):
     return {len(p): (p, a.tokens) for p, a in zip(prompts, answers, strict=True)}
 
 
-def wait_for(condition, what, timeout=60.0):
+def wait_for(condition, what, timeout=60.0, interval=0.01):
     """Look until a condition holds."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {timeout} s"
-        time.sleep(0.01)
+        time.sleep(interval)

