@@ -1,0 +1,78 @@
+"""A new environment for each set of libraries, with the wheel of dist/ in it and nothing of ours."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NIXL = os.environ.get("NIXL", "nixl-cu12")
+LIBRARIES = {"bare": [], "nixl": ["nixl"], "ucx": ["ucx"], "both": ["nixl", "ucx"]}
+
+
+def wheels() -> dict[str, Path]:
+    """Return the wheels in dist/ by the Python that they are for, such as ``"3.11"``."""
+    found = sorted((ROOT / "dist").glob("*.whl"))
+    return {f"3.{wheel.name.split('-')[2].removeprefix('cp3')}": wheel for wheel in found}
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment, and an empty directory to run it from."""
+
+    bin: Path
+    home: Path
+    libraries: list[str]
+
+    def run(self, *command: str, status: int = 0, **variables: str) -> str:
+        """Run a program of the environment, with no other on PATH; return what it printed."""
+        done = subprocess.run(
+            [str(self.bin / command[0]), *command[1:]],
+            cwd=self.home,
+            env={"PATH": str(self.bin), "HOME": str(self.home), **variables},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+
+def pip(python: Path, *arguments: str) -> None:
+    """Let this environment's pip work on another's."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    subprocess.run([*command, "--python", str(python), *arguments], check=True, timeout=110)
+
+
+def make_environment(folder: Path, base: str, wheel: Path, libraries: list[str]) -> Environment:
+    """Make one; the base is an interpreter."""
+    subprocess.run([base, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
+    python = folder / "venv" / "bin" / "python"
+    extras = (["cli"] if libraries else []) + (["ucx"] if "ucx" in libraries else [])
+    pip(python, "install", f"{wheel}[{','.join(extras)}]" if extras else str(wheel))
+    if "nixl" in libraries:
+        pip(python, "install", "--no-deps", NIXL)  # its own wish for torch is not needed here
+    home = folder / "home"
+    home.mkdir()
+    return Environment(python.parent, home, libraries)
+
+
+@pytest.fixture(scope="module", params=sorted(wheels()))
+def wheel(request: pytest.FixtureRequest) -> tuple[str, Path]:
+    """An interpreter, and the wheel of dist/ for it."""
+    namespace = runpy.run_path(str(ROOT / ".ci" / "build_wheels.py"))
+    return namespace["find_interpreter"](request.param), wheels()[request.param]
+
+
+@pytest.fixture(scope="module", params=sorted(LIBRARIES))
+def environment(request, wheel, tmp_path_factory) -> Environment:
+    """An environment with the wheel and one of the sets of libraries."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return make_environment(folder, *wheel, LIBRARIES[request.param])
