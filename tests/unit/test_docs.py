@@ -73,5 +73,5 @@ def test_the_readme_shows_the_table_of_tested_versions() -> None:
 
 def test_links_between_pages_lead_somewhere() -> None:
     for page in [*PAGES, *ROOT.glob("*.md"), *ROOT.glob("examples/**/*.md")]:
-        for link in re.findall(r"\]\(([^)#:\s]+)", page.read_text(encoding="utf-8")):
+        for link in re.findall(r"\]\(([^)#:\s]+)[)#]", page.read_text(encoding="utf-8")):
             assert (page.parent / link).exists(), f"{page.relative_to(ROOT)}: {link}"

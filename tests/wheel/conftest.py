@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,15 +66,28 @@ def make_environment(folder: Path, base: str, wheel: Path, libraries: list[str])
     return Environment(python.parent, home, libraries)
 
 
-@pytest.fixture(scope="module", params=sorted(wheels()))
-def wheel(request: pytest.FixtureRequest) -> tuple[str, Path]:
-    """An interpreter, and the wheel of dist/ for it."""
-    namespace = runpy.run_path(str(ROOT / ".ci" / "build_wheels.py"))
-    return namespace["find_interpreter"](request.param), wheels()[request.param]
+@pytest.fixture(scope="session")
+def get_environment(tmp_path_factory) -> Callable[[str, str], Environment]:
+    """Return the environment of a Python and a set of libraries; each is made once."""
+    find_interpreter = runpy.run_path(str(ROOT / ".ci" / "build_wheels.py"))["find_interpreter"]
+
+    @functools.cache
+    def get(python: str, name: str) -> Environment:
+        folder = tmp_path_factory.mktemp(f"{name}-{python}")
+        return make_environment(
+            folder, find_interpreter(python), wheels()[python], LIBRARIES[name]
+        )
+
+    return get
 
 
-@pytest.fixture(scope="module", params=sorted(LIBRARIES))
-def environment(request, wheel, tmp_path_factory) -> Environment:
+@pytest.fixture(params=sorted(wheels()))
+def python(request: pytest.FixtureRequest) -> str:
+    """A Python that there is a wheel for."""
+    return request.param
+
+
+@pytest.fixture(params=sorted(LIBRARIES))
+def environment(request, python, get_environment) -> Environment:
     """An environment with the wheel and one of the sets of libraries."""
-    folder = tmp_path_factory.mktemp(request.param)
-    return make_environment(folder, *wheel, LIBRARIES[request.param])
+    return get_environment(python, request.param)
