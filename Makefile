@@ -184,7 +184,7 @@ cov-report: build $(VENV)/.cov-deps
 	$(VENV)/bin/gcovr build/coverage --filter csrc/kv/ --txt-metric branch --fail-under-branch 100 \
 		--exclude-throw-branches --exclude-unreachable-branches
 
-$(VENV)/.docs-deps: $(VENV)/.test-deps
+$(VENV)/.docs-deps: $(VENV)/.demo-deps
 	$(PIP) install --group docs
 	touch $@
 

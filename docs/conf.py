@@ -30,7 +30,6 @@ myst_heading_anchors = 3
 
 autodoc_typehints = "none"  # numpydoc's sections have them in words
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": True}
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False
 

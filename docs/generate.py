@@ -7,8 +7,8 @@ the screens from the command line, run here and now.
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
-import pkgutil
 import re
 import shutil
 import subprocess
@@ -19,14 +19,30 @@ from pathlib import Path
 import msgspec
 from numpydoc.docscrape import ClassDoc
 
-import pynixlkv
 from pynixlkv.vllm.options import Options
 
 DOCS = Path(__file__).parent
 OUT = DOCS / "_generated"
 COLUMNS = 100
-# Modules that need vLLM itself; what users say about them is the table of options.
-LEFT_OUT = ("pynixlkv.vllm", "pynixlkv.cli", "pynixlkv.nixl_api")
+# The modules that users import from, by layer; a name is described on the first page that has it.
+MODULES = (
+    "pynixlkv.geometry",
+    "pynixlkv.topology",
+    "pynixlkv.plan",
+    "pynixlkv.agent",
+    "pynixlkv.engine",
+    "pynixlkv.nixl",
+    "pynixlkv.ucx",
+    "pynixlkv.testing",
+    "pynixlkv.testing.conformance",
+    "pynixlkv.testing.remote",
+    "pynixlkv.handshake",
+    "pynixlkv.connector",
+    "pynixlkv.connector.staging",
+    "pynixlkv.connector.stats",
+    "pynixlkv.types",
+    "pynixlkv.errors",
+)
 
 
 def write(name: str, text: str) -> None:
@@ -52,39 +68,37 @@ def options_table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def public_modules() -> list[str]:
-    """Name the modules that users import from, in the order of the layers."""
-    names = [pynixlkv.__name__]
-    for info in pkgutil.walk_packages(pynixlkv.__path__, "pynixlkv."):
-        if not any(part.startswith("_") for part in info.name.split(".")):
-            names.append(info.name)
-    return [name for name in names if not name.startswith(LEFT_OUT)]
+def directive(module: str, name: str) -> list[str]:
+    """Return what describes one public name."""
+    thing = getattr(importlib.import_module(module), name)
+    if inspect.isroutine(thing):
+        return [f".. autofunction:: {module}.{name}", ""]
+    if not inspect.isclass(thing):
+        return []
+    kind = "autoexception" if issubclass(thing, BaseException) else "autoclass"
+    return [f".. {kind}:: {module}.{name}", "   :members:", "   :show-inheritance:", ""]
 
 
 def api_pages() -> dict[str, str]:
     """Return a page for each module, and the list of them."""
-    pages = {}
-    for name in public_modules():
-        module = importlib.import_module(name)
-        own = [n for n in getattr(module, "__all__", ()) if is_defined_in(module, n)]
-        again = [n for n in getattr(module, "__all__", ()) if n not in own]
-        if not own and not again:
-            continue
-        lines = [f"# {name}", "", "```{eval-rst}", f".. automodule:: {name}"]
-        lines += [f"   :members: {', '.join(own)}" if own else "   :no-members:", "```", ""]
-        if again:
-            lines += ["Also here: " + ", ".join(f"`{n}`" for n in again) + ".", ""]
-        pages[f"api/{name}.md"] = "\n".join(lines)
+    pages, seen = {}, {}
+    for module in MODULES:
+        lines = [f"# {module}", "", "```{eval-rst}", f".. automodule:: {module}", ""]
+        elsewhere = []
+        for name in importlib.import_module(module).__all__:
+            thing = getattr(importlib.import_module(module), name)
+            described = directive(module, name) if id(thing) not in seen else []
+            lines += described
+            if described:
+                seen[id(thing)] = module
+            else:
+                elsewhere.append(f"``{name}``")
+        if elsewhere:
+            lines += [f"Also here: {', '.join(elsewhere)}.", ""]
+        pages[f"api/{module}.md"] = "\n".join([*lines, "```", ""])
     entries = "\n".join(f"../_generated/{page.removesuffix('.md')}" for page in pages)
     pages["api.md"] = f"```{{toctree}}\n:maxdepth: 1\n\n{entries}\n```\n"
     return pages
-
-
-def is_defined_in(module: object, name: str) -> bool:
-    """Tell whether a public name is documented in this module and not where it comes from."""
-    thing = getattr(module, name)
-    home = getattr(thing, "__module__", None)
-    return isinstance(home, str) and home == getattr(module, "__name__", None)
 
 
 def run_cli(*arguments: str) -> str:
