@@ -3,8 +3,8 @@
     python .ci/build_wheels.py [3.10 ...]
 
 No container is needed: zig's C++ compiler, a package like any other, brings headers and stubs of
-every glibc. The wheels are built from the unpacked sdist, so a file that the sdist lacks is noticed.
-Only the bindings depend on Python; the objects of the C++ libraries are compiled once and serve all
+every glibc. The wheels are built from the unpacked sdist, so a file that it lacks is noticed. Only
+the bindings depend on Python; the objects of the C++ libraries are compiled once and serve all
 wheels. Nothing of an earlier run is used.
 """
 
@@ -43,7 +43,9 @@ def find_interpreter(version: str) -> str:
     """Return an interpreter of a version, of which there may be several, that really starts."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     candidates = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
-    check = "import sys, sysconfig; print('%d.%d' % sys.version_info[:2], sysconfig.get_path('include'))"
+    check = (
+        "import sys, sysconfig as s; print('%d.%d' % sys.version_info[:2], s.get_path('include'))"
+    )
     for candidate in candidates:
         if candidate is None:
             continue
@@ -58,7 +60,7 @@ def find_interpreter(version: str) -> str:
 
 
 def make_compiler() -> dict[str, str]:
-    """Write the wrappers that CMake takes for a compiler; return the environment that names them."""
+    """Write wrappers that CMake takes for a compiler; return the environment that names them."""
     import ziglang
 
     zig = Path(ziglang.__file__).parent / "zig"
@@ -107,7 +109,18 @@ def build_wheel(version: str, source: Path, compiler: dict[str, str]) -> None:
     (wheel,) = raw.glob("*.whl")
     tag = f"manylinux_{GLIBC.replace('.', '_')}_{platform.machine()}"
     run(
-        *(sys.executable, "-m", "auditwheel", "repair", "--plat", tag, "--only-plat", "-w", DIST, wheel),
+        *(
+            sys.executable,
+            "-m",
+            "auditwheel",
+            "repair",
+            "--plat",
+            tag,
+            "--only-plat",
+            "-w",
+            DIST,
+            wheel,
+        ),
         **compiler,
     )
 

@@ -1,6 +1,6 @@
 """Fail unless each wheel, and the sdist, holds what users get and nothing else.
 
-    python .ci/check_wheel.py dist/*
+python .ci/check_wheel.py dist/*
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[1]
 MAX_BYTES = 5_000_000
@@ -31,7 +34,7 @@ def package_version() -> str:
     """Return the version from the one place where it is written."""
     text = (ROOT / "pynixlkv" / "__init__.py").read_text(encoding="utf-8")
     (version,) = re.findall(r'^__version__ = "(.*)"$', text, re.MULTILINE)
-    return version
+    return str(version)
 
 
 def check_version(version: str) -> Iterator[str]:

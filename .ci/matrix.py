@@ -2,9 +2,9 @@
 
     python .ci/matrix.py
 
-Installs the wheels of dist/ into an environment for each row. The rows are not the full product: each
-version is there, the oldest together, the newest together, and each with both ends of the others where
-packages exist. The table goes into docs/reference/support.md and README.md.
+Installs the wheels of dist/ into an environment for each row. The rows are not the full product:
+each version is there, the oldest are together and the newest are. The table goes into
+docs/reference/support.md and README.md.
 """
 
 from __future__ import annotations
@@ -35,17 +35,23 @@ SUITES = {
     "NixlAgent": "tests/native/test_conformance_nixl.py::TestNixlByDefault",
     "UcxAgent": "tests/native/test_conformance_ucx.py::TestUcxByDefault",
 }
-TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "pytest-benchmark>=5", "hypothesis>=6.100", "psutil>=5.9")
+TOOLS = (
+    "pytest>=8",
+    "pytest-timeout>=2.3",
+    "pytest-benchmark>=5",
+    "hypothesis>=6.100",
+    "psutil>=5.9",
+)
 PAGE = """# Tested versions
 
-`make matrix` installs the wheels into environments of these versions, runs the suite that every engine
-must pass, each with its own choice of transports, and writes this table.
+`make matrix` installs the wheels into environments of these versions, runs the suite that every
+engine must pass, each with its own choice of transports, and writes this table.
 
 <!-- support -->
 {table}<!-- end -->
 
-Older ones of NIXL and UCX are refused when they are opened. Others between these are expected to work.
-Both sides of a connection need the same first two numbers of the engine's version.
+Older ones of NIXL and UCX are refused when they are opened. Others between these are expected to
+work. Both sides of a connection need the same first two numbers of the engine's version.
 """
 
 
@@ -57,8 +63,10 @@ class Result:
     other: int
 
     def __str__(self) -> str:
-        return f"{self.other} of {self.passed + self.other} failed" if self.other else (
-            f"passed ({self.passed} tests)" if self.passed else "failed: no test ran"
+        return (
+            f"{self.other} of {self.passed + self.other} failed"
+            if self.other
+            else (f"passed ({self.passed} tests)" if self.passed else "failed: no test ran")
         )
 
 
@@ -79,7 +87,15 @@ def make_environment(folder: Path, row: tuple[str, str, str, str]) -> Path:
         raise SystemExit(f"error: no wheel for Python {python} in dist/; run make wheel")
     run(find_interpreter(python), "-m", "venv", "--without-pip", folder)
     interpreter = folder / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "--python", interpreter)
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "-q",
+        "--python",
+        interpreter,
+    )
     run(*pip, "install", found[0], numpy, ucx, *TOOLS)
     run(*pip, "install", "--no-deps", nixl)  # it would bring torch, which is not needed
     return interpreter

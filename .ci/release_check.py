@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from check_wheel import ROOT, package_version
 from check_wheel import main as check_wheels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 DIST = ROOT / "dist"
 PYTHONS = ("310", "311", "312", "313")
@@ -22,12 +25,12 @@ def git(*arguments: str) -> list[str]:
 
 
 def tree() -> Iterator[str]:
-    """Nothing is left uncommitted."""
+    """Yield what is wrong with the work tree."""
     yield from (f"not committed: {line}" for line in git("status", "--porcelain"))
 
 
 def version() -> Iterator[str]:
-    """The version is a release's, and the changelog begins with it and a date."""
+    """Yield what is wrong with the version."""
     number = package_version()
     if not re.fullmatch(r"\d+\.\d+\.\d+(rc\d+)?", number):
         yield f"{number!r} is not the version of a release"
@@ -38,7 +41,7 @@ def version() -> Iterator[str]:
 
 
 def tag() -> Iterator[str]:
-    """This commit has the version's tag."""
+    """Yield what is wrong with the tag."""
     if f"v{package_version()}" not in git("tag", "--points-at", "HEAD"):
         yield f"no tag v{package_version()} on this commit"
 
@@ -49,7 +52,7 @@ def newer_than_sources(path: Path) -> bool:
 
 
 def wheels() -> Iterator[str]:
-    """There is a wheel for each Python and an sdist, all of this commit, and all are right."""
+    """Yield what is wrong with the wheels."""
     files = sorted(DIST.glob("*"))
     for python in PYTHONS:
         if not any(f"-cp{python}-" in file.name for file in files):
@@ -62,7 +65,7 @@ def wheels() -> Iterator[str]:
 
 
 def documentation() -> Iterator[str]:
-    """The site has been built from this commit, and the table of tested versions is filled in."""
+    """Yield what is wrong with the documentation."""
     index = ROOT / "build" / "docs" / "html" / "index.html"
     if not index.is_file() or not newer_than_sources(index):
         yield "the site is not built, or older than the commit: make docs"
@@ -71,16 +74,22 @@ def documentation() -> Iterator[str]:
         yield "docs/reference/support.md has no table, or failures in it: make matrix"
 
 
-CHECKS: tuple[Callable[[], Iterator[str]], ...] = (tree, version, tag, wheels, documentation)
+CHECKS: dict[str, Callable[[], Iterator[str]]] = {
+    "nothing is left uncommitted": tree,
+    "the version is a release's, and the changelog begins with it and a date": version,
+    "this commit has the version's tag": tag,
+    "an sdist and a wheel for each Python are there, newer than the commit, and right": wheels,
+    "the site is built from this commit, and the table of versions is filled in": documentation,
+}
 
 
 def main() -> int:
     """Print the checklist and return the exit status."""
     problems = 0
-    for check in CHECKS:
+    for goal, check in CHECKS.items():
         found = list(check())
         problems += len(found)
-        print(f"[{' ' if found else 'x'}] {(check.__doc__ or '').strip()}")
+        print(f"[{' ' if found else 'x'}] {goal}")
         for problem in found:
             print(f"      {problem}")
     return 1 if problems else 0

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import pynixlkv
 from generate import generate
+
+import pynixlkv
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx

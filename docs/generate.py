@@ -1,15 +1,16 @@
 """Write what pages include and nobody should copy by hand, into docs/_generated (not committed).
 
-The options of the vLLM connector come from its struct, the API pages from the modules there are, and
-the screens from the command line, run here and now.
+The options of the vLLM connector come from its struct, the API pages from the modules, and the
+screens from the command line, run here and now.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import io
+import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -105,18 +106,28 @@ def run_cli(*arguments: str) -> str:
     """Return what the command line prints on a terminal of fixed width."""
     environment = os.environ | {"COLUMNS": str(COLUMNS), "NO_COLOR": "1", "TERM": "dumb"}
     done = subprocess.run(
-        [sys.executable, "-m", "pynixlkv", *arguments],
+        [Path(sys.executable).with_name("pynixlkv"), *arguments],
         env=environment,
         capture_output=True,
         text=True,
         timeout=110,
         check=True,
     )
-    # Where it is installed here is nobody's business; the shape of the screen stays.
-    screen = done.stdout
-    for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), str(DOCS.parent)}:
-        screen = re.sub(re.escape(place), "…", screen)
-    return "\n".join(line.rstrip() for line in screen.splitlines()).strip("\n") + "\n"
+    return "\n".join(line.rstrip() for line in done.stdout.splitlines()).strip("\n") + "\n"
+
+
+def info_screen() -> str:
+    """Return what ``pynixlkv info`` shows, without the place where this environment is."""
+    from rich.console import Console
+
+    from pynixlkv.cli.render import info_table
+
+    report = run_cli("info", "--json")
+    for place in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        report = report.replace(place, "…/site-packages")
+    console = Console(width=COLUMNS, file=io.StringIO(), record=True)
+    console.print(info_table(json.loads(report)))
+    return console.export_text()
 
 
 def commands() -> list[str]:
@@ -133,7 +144,7 @@ def screens() -> dict[str, str]:
     shown = {"help": ("pynixlkv --help", run_cli("--help"))}
     for name in commands():
         shown[f"{name}-help"] = (f"pynixlkv {name} --help", run_cli(name, "--help"))
-    shown["info"] = ("pynixlkv info", run_cli("info"))
+    shown["info"] = ("pynixlkv info", info_screen())
     demo = ["demo", "--prefill-tp", "2", "--decode-tp", "1", "--blocks", "8"]
     shown["demo"] = ("pynixlkv " + " ".join(demo), run_cli(*demo))
     page = "".join(
@@ -147,7 +158,9 @@ def screens() -> dict[str, str]:
 def generate() -> None:
     """Write everything."""
     files = {"options.md": options_table()} | api_pages() | screens()
-    for stale in [p for p in OUT.rglob("*") if p.is_file() and str(p.relative_to(OUT)) not in files]:
+    for stale in [
+        p for p in OUT.rglob("*") if p.is_file() and str(p.relative_to(OUT)) not in files
+    ]:
         stale.unlink()
     for name, text in files.items():
         write(name, text)

@@ -31,8 +31,18 @@ WIDTH = CELLS_PER_ROW * CELL + 2 * LEFT
 LATENT = "#cfe5c8"
 LAYERS = (
     ("engine adapters", "pynixlkv.vllm, pynixlkv.nixl_api", "one serving engine", "#e6d5f2"),
-    ("connector", "pynixlkv.connector, pynixlkv.handshake", "requests, leases, failures", "#f7c6c6"),
-    ("transfer", "pynixlkv.nixl, pynixlkv.ucx, pynixlkv.testing", "agents, peers, bytes", "#f5b35c"),
+    (
+        "connector",
+        "pynixlkv.connector, pynixlkv.handshake",
+        "requests, leases, failures",
+        "#f7c6c6",
+    ),
+    (
+        "transfer",
+        "pynixlkv.nixl, pynixlkv.ucx, pynixlkv.testing",
+        "agents, peers, bytes",
+        "#f5b35c",
+    ),
     ("plan", "TransferPlan", "two geometries and two block tables to runs of bytes", "#86b6e3"),
     ("geometry", "KVCache, pynixlkv.topology", "axes, strides, who holds what", "#cfe3f7"),
 )

@@ -63,7 +63,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def run_shell(code: str, where: Path) -> None:
-    """Run a block of the shell with this environment's programs; shows what it printed if it fails."""
+    """Run a block of the shell with this environment's programs; a failure shows its output."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", code],

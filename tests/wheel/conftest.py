@@ -1,4 +1,4 @@
-"""A new environment for each set of libraries, with the wheel of dist/ in it and nothing of ours."""
+"""A new environment for each set of libraries, with the wheel of dist/ and nothing of ours."""
 
 from __future__ import annotations
 
@@ -74,9 +74,7 @@ def get_environment(tmp_path_factory) -> Callable[[str, str], Environment]:
     @functools.cache
     def get(python: str, name: str) -> Environment:
         folder = tmp_path_factory.mktemp(f"{name}-{python}")
-        return make_environment(
-            folder, find_interpreter(python), wheels()[python], LIBRARIES[name]
-        )
+        return make_environment(folder, find_interpreter(python), wheels()[python], LIBRARIES[name])
 
     return get
 
