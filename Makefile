@@ -9,6 +9,9 @@ VENV := $(if $(filter dev,$(PRESET)),.venv,.venv-$(PRESET))
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -q
 IN_VENV := PATH="$(abspath $(VENV))/bin:$$PATH"
+# The C++ tests that need a UCX take the one of the libucx wheel, or else of NIXL's.
+UCX = $(shell find $(VENV)/lib -name 'libucp.so.0' -o -name 'libucp-*.so*' | sort | head -n 1)
+CTEST = $(IN_VENV) PYNIXLKV_UCX_LIBRARY="$${PYNIXLKV_UCX_LIBRARY:-$(abspath $(UCX))}" ctest
 
 NATIVE_SOURCES := CMakeLists.txt CMakePresets.json pyproject.toml $(wildcard cmake/*.cmake) \
 	$(shell find csrc tests/cpp -name '*.?pp' -o -name '*.pyx' -o -name '*.pxd' -o -name CMakeLists.txt)
@@ -54,7 +57,7 @@ demo: build  ## move a real KV cache between processes and compare every byte
 
 .PHONY: test
 test: build $(VENV)/.test-deps  ## all tests that need no accelerator
-	$(IN_VENV) ctest --preset $(PRESET)
+	$(CTEST) --preset $(PRESET)
 	$(PY) -m pytest --junitxml=build/pytest.xml
 
 .venv-wheel/.wheel-deps: pyproject.toml
@@ -118,7 +121,11 @@ VLLM_PIP := $(VLLM_PY) -m pip --disable-pip-version-check -q
 
 .PHONY: test-vllm
 test-vllm: .venv-vllm/.installed  ## real vLLM engines, prefill and decode, on the CPU
-	$(VLLM_PY) -m pytest tests/vllm --junitxml=build/pytest-vllm.xml
+	.venv-vllm/bin/pytest tests/vllm --junitxml=build/pytest-vllm.xml
+
+.PHONY: bench-vllm
+bench-vllm: .venv-vllm/.installed  ## vLLM's connector and ours, between the same engines
+	$(VLLM_PY) bench/vllm_compare.py
 
 .PHONY: lint
 lint: build $(VENV)/.lint-deps  ## formatting, style, layers, docstrings, spelling
@@ -156,16 +163,18 @@ asan:  ## C++, unit and native tests under address and undefined behaviour sanit
 # without it the first C++ exception aborts inside the sanitizer's interceptor.
 .PHONY: asan-tests
 asan-tests: build $(VENV)/.test-deps
-	$(IN_VENV) ctest --preset asan
+	$(CTEST) --preset asan
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=8 \
 		$(PY) -m pytest $(wildcard tests/unit tests/native)
 
+# UCX patches functions of the C library that the sanitizer has patched: UCX_MEM_EVENTS=n in the
+# preset keeps it from that.
 .PHONY: tsan
 tsan: $(VENV)/.demo-deps  ## C++ tests under the thread sanitizer
 	$(IN_VENV) cmake --preset tsan
 	$(IN_VENV) cmake --build --preset tsan
-	$(IN_VENV) ctest --preset tsan
+	$(CTEST) --preset tsan
 
 .PHONY: cov
 cov:  ## branch coverage; fails below 100 % on geometry, topology, plan and csrc/kv
@@ -174,7 +183,7 @@ cov:  ## branch coverage; fails below 100 % on geometry, topology, plan and csrc
 .PHONY: cov-report
 cov-report: build $(VENV)/.cov-deps
 	find build/coverage -name '*.gcda' -delete
-	$(IN_VENV) ctest --preset coverage
+	$(CTEST) --preset coverage
 	$(PY) -m coverage run -m pytest
 	$(PY) -m coverage report
 	$(VENV)/bin/gcovr build/coverage --filter csrc/ --txt-metric branch \
@@ -195,6 +204,28 @@ docs: build $(VENV)/.docs-deps  ## the site, in build/docs/html; warnings are er
 .PHONY: bench
 bench: build $(VENV)/.test-deps  ## measure; results in build/bench.json
 	$(PY) -m pytest bench --benchmark-enable --benchmark-json=build/bench.json
+
+# For a machine with a GPU and without a network: gpu-wheels here, then take the folder along. The
+# Python there must have torch and what builds the package; UCX is the one inside NIXL's wheel.
+GPU_PYTHON ?= 3.12
+GPU_NIXL ?= nixl-cu13==1.5.1
+GPU_SITE := build/gpu
+GPU_ENV := PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(GPU_SITE)):$(CURDIR)
+
+.PHONY: gpu-wheels
+gpu-wheels: $(VENV)/.venv-made  ## fetch into .whl what `make gpu` needs besides torch
+	$(PIP) download --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
+		$(foreach tag,2_28 2_27 2_17,--platform manylinux_$(tag)_x86_64) \
+		--platform manylinux2014_x86_64 -d .whl \
+		"$(GPU_NIXL)" msgspec cython-cmake scikit-build-core pathspec pybind11
+
+.PHONY: gpu
+gpu:  ## build from source without a network, test and measure GPU memory
+	$(PYTHON) -m pip install -q --no-index --no-deps --upgrade --target $(GPU_SITE) $(wildcard .whl/*.whl)
+	$(GPU_ENV) $(PYTHON) -m pip install -q --no-index --no-deps --no-build-isolation --upgrade \
+		-Cbuild-dir=build/gpu-cmake --target $(GPU_SITE) .
+	$(GPU_ENV) $(PYTHON) -m pytest -p no:cacheprovider tests/gpu
+	$(GPU_ENV) $(PYTHON) -m bench.gpu
 
 .PHONY: clean
 clean:  ## remove everything that these targets made

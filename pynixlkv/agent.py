@@ -502,6 +502,10 @@ class Agent(Protocol):
         """Let `wait_activity` return."""
         ...
 
+    def is_alive(self, peer: Peer) -> bool:
+        """Ask whether the connection to a peer still stands."""
+        ...
+
     def disconnect(self, peer: Peer) -> None:
         """Cancel the peer's transfers and forget it."""
         ...

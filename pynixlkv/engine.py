@@ -224,6 +224,7 @@ class EngineAgent:
                 engine=self.engine,
                 engine_version=self._engine_version,
                 metadata=self._native.metadata(),
+                byte_order=sys.byteorder,
                 spans=[
                     wire.SpanRecord(s.address, s.nbytes, s.device, int(s.memory)) for s in spans
                 ],
@@ -282,6 +283,12 @@ class EngineAgent:
             raise HandshakeError(
                 f"peer {body.agent!r} runs the {body.engine!r} engine, this agent {self.engine!r}; "
                 "both sides need the same",
+                peer=body.agent,
+            )
+        if body.byte_order != sys.byteorder:
+            raise HandshakeError(
+                f"peer {body.agent!r} runs on a {body.byte_order}-endian machine, this agent on a "
+                f"{sys.byteorder}-endian one; both sides need the same",
                 peer=body.agent,
             )
         if _release(body.engine_version) != _release(self._engine_version):

@@ -61,6 +61,8 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Version of the native library; a difference in the first two numbers is refused.
     metadata : bytes
         Native metadata, opaque.
+    byte_order : str
+        ``"little"`` or ``"big"``, of the machine: native metadata are written in it.
     spans : list of SpanRecord
         The memory that may be reached.
     geometries : list of bytes
@@ -72,6 +74,7 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: str
     engine_version: str
     metadata: bytes
+    byte_order: str
     spans: list[SpanRecord]
     geometries: list[bytes]
 

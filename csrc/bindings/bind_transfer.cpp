@@ -353,18 +353,20 @@ void bind_transfer(py::module_& m) {
     m.def(
         "ucx_engine",
         [](const std::string& name, const py::bytes& incarnation,
-           const Shared<ucx::Context>& context) {
+           const Shared<ucx::Context>& context, bool error_handling) {
             EngineOptions options;
             options.incarnation = std::string(incarnation);
             const py::gil_scoped_release release;
             return std::make_shared<Engine>(
                 name,
-                [context = context.ptr(), name] {
-                    return std::make_unique<ucx::UcxDriver>(context, name);
+                [context = context.ptr(), name, error_handling] {
+                    return std::make_unique<ucx::UcxDriver>(
+                        context, name,
+                        error_handling ? ucx::capi::kErrorPeer : ucx::capi::kErrorNone);
                 },
                 options);
         },
-        py::arg("name"), py::arg("incarnation"), py::arg("context"));
+        py::arg("name"), py::arg("incarnation"), py::arg("context"), py::arg("error_handling"));
 }
 
 }  // namespace pynixlkv::bindings

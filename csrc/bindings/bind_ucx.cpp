@@ -1,21 +1,27 @@
 /// @file
 /// The UCX owners for pynixlkv/ucx, which checks and converts arguments. Everything that may take a
 /// lock of ours or of the library runs without the GIL.
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <cstring>
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/error.hpp"
 #include "base/text.hpp"
 #include "bindings/bind.hpp"
 #include "bindings/py_shared.hpp"
 #include "bindings/py_wait.hpp"
+#include "ucx/batch.hpp"
+#include "ucx/listener.hpp"
 #include "ucx/request.hpp"
 
 namespace pynixlkv::bindings {
@@ -29,6 +35,7 @@ using PyLibrary = Shared<const Library>;
 using PyContext = Shared<Context>;
 using PyMemory = Shared<MemoryHandle>;
 using PyKey = Shared<RemoteKey>;
+using PyListener = Shared<Listener>;
 using PyRequest = Shared<Request>;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
@@ -99,11 +106,7 @@ class PyWorker {
 /// An endpoint that closes with its Python object, whatever else holds on to it.
 class PyEndpoint {
   public:
-    PyEndpoint(const PyWorker& worker, const std::string& address)
-        : endpoint_(without_gil([&] {
-              const auto inside = worker->enter();
-              return Endpoint::create(worker.ptr(), address);
-          })) {}
+    explicit PyEndpoint(std::shared_ptr<Endpoint> endpoint) : endpoint_(std::move(endpoint)) {}
     PyEndpoint(PyEndpoint&&) = delete;
     ~PyEndpoint() {
         const py::gil_scoped_release unlocked;
@@ -135,6 +138,25 @@ PyRequest move(const PyMemory& local, std::uint64_t offset, const PyKey& key, st
                                                           local->handle(), remote, *key);
                                         }
                                     }));
+}
+
+using PlaceArray = py::array_t<std::uint64_t, py::array::c_style>;
+
+Shared<Batch> make_batch(const PyMemory& local, const PyKey& key, std::uint64_t remote,
+                         const PlaceArray& array, std::uint64_t length, bool is_get,
+                         std::size_t window, bool is_timed) {
+    if (array.ndim() != 2 || array.shape(1) != 2) {
+        throw Error("ConfigError", "places must be a uint64 array of shape (n, 2)");
+    }
+    std::vector<Place> places(static_cast<std::size_t>(array.shape(0)));
+    if (!places.empty()) {
+        std::memcpy(places.data(), array.data(), places.size() * sizeof(Place));
+    }
+    return Shared<Batch>(without_gil([&] {
+        const auto inside = key->endpoint()->worker()->enter();
+        return std::make_shared<Batch>(local.ptr(), key.ptr(), remote, std::move(places), length,
+                                       is_get, window, is_timed);
+    }));
 }
 
 void bind_memory(py::module_& m) {
@@ -180,6 +202,13 @@ void bind_memory(py::module_& m) {
              [](const PyMemory& self) {
                  return py::bytes(without_gil([&] { return self->pack(); }));
              })
+        .def(
+            "advise",
+            [](const PyMemory& self, std::uint64_t offset, std::uint64_t length, bool will_need) {
+                self->advise(offset, length,
+                             will_need ? capi::kAdviceWillNeed : capi::kAdviceNormal);
+            },
+            py::arg("offset"), py::arg("length"), py::arg("will_need"), NoGil())
         .def_property_readonly("address", [](const PyMemory& self) { return self->address(); })
         .def_property_readonly("nbytes", [](const PyMemory& self) { return self->length(); })
         .def_buffer([](const PyMemory& self) {
@@ -209,6 +238,14 @@ void bind_connections(py::module_& m) {
             },
             NoGil())
         .def(
+            "spin",
+            [](const PyWorker& self, double seconds) {
+                (void)wait_in_slices(seconds, [&](TimePoint until) {
+                    return self->progress_until(until, true, [] { return false; });
+                });
+            },
+            py::arg("seconds"))
+        .def(
             "arm",
             [](const PyWorker& self) {
                 const auto inside = self->enter();
@@ -222,6 +259,20 @@ void bind_connections(py::module_& m) {
         .def("take", &PyWorker::take, py::arg("id"), py::arg("timeout"));
 
     py::class_<PyRequest>(m, "UcxRequest")
+        .def_property_readonly("is_done",
+                               [](const PyRequest& self) {
+                                   return without_gil([&] {
+                                       const auto inside = self->endpoint()->worker()->enter();
+                                       return self->is_done();
+                                   });
+                               })
+        .def(
+            "cancel",
+            [](const PyRequest& self) {
+                const auto inside = self->endpoint()->worker()->enter();
+                self->cancel();
+            },
+            NoGil())
         .def(
             "check",
             [](const PyRequest& self) {
@@ -239,11 +290,23 @@ void bind_connections(py::module_& m) {
             },
             py::arg("timeout"), py::arg("spin"));
 
-    py::class_<PyEndpoint>(m, "UcxEndpoint")
+    py::class_<PyEndpoint, std::shared_ptr<PyEndpoint>>(m, "UcxEndpoint")
         .def(py::init([](const PyWorker& worker, const std::string& address) {
-                 return std::make_unique<PyEndpoint>(worker, address);
+                 return std::make_shared<PyEndpoint>(without_gil([&] {
+                     const auto inside = worker->enter();
+                     return Endpoint::create(worker.ptr(), address);
+                 }));
              }),
              py::arg("worker"), py::arg("address"))
+        .def_static(
+            "connect",
+            [](const PyWorker& worker, const std::string& ip, std::uint16_t port) {
+                return std::make_shared<PyEndpoint>(without_gil([&] {
+                    const auto inside = worker->enter();
+                    return Endpoint::connect(worker.ptr(), SocketAddress(ip, port));
+                }));
+            },
+            py::arg("worker"), py::arg("ip"), py::arg("port"))
         .def(
             "flush",
             [](const PyEndpoint& self) {
@@ -285,6 +348,37 @@ void bind_connections(py::module_& m) {
             });
         });
 
+    py::class_<PyListener>(m, "UcxListener")
+        .def(py::init([](const PyWorker& worker, const std::string& ip, std::uint16_t port) {
+                 return PyListener(without_gil([&] {
+                     const auto inside = worker->enter();
+                     return Listener::create(worker.ptr(), SocketAddress(ip, port));
+                 }));
+             }),
+             py::arg("worker"), py::arg("ip"), py::arg("port"))
+        .def_property_readonly("port", [](const PyListener& self) { return self->port(); })
+        .def(
+            "accept",
+            [](const PyListener& self, double timeout) {
+                std::shared_ptr<Endpoint> accepted;
+                wait_in_slices(timeout, [&](TimePoint until) {
+                    return self->worker()->progress_until(until, false, [&] {
+                        accepted = self->accept();
+                        return accepted != nullptr;
+                    });
+                });
+                return accepted ? std::optional(std::make_shared<PyEndpoint>(std::move(accepted)))
+                                : std::nullopt;
+            },
+            py::arg("timeout"))
+        .def(
+            "close",
+            [](const PyListener& self) {
+                const auto inside = self->worker()->enter();
+                self->close();
+            },
+            NoGil());
+
     py::class_<PyKey>(m, "UcxRemoteKey")
         .def(py::init([](const PyEndpoint& endpoint, const std::string& packed) {
                  return PyKey(without_gil([&] {
@@ -302,6 +396,26 @@ void bind_connections(py::module_& m) {
                 });
             },
             py::arg("address"));
+
+    py::class_<Shared<Batch>>(m, "UcxBatch")
+        .def(py::init(&make_batch), py::arg("local"), py::arg("key"), py::arg("remote"),
+             py::arg("places"), py::arg("length"), py::arg("is_get"), py::arg("window"),
+             py::arg("is_timed"))
+        .def("times",
+             [](const Shared<Batch>& self) {
+                 const auto& times = self->times();
+                 return py::array_t<std::int64_t>(static_cast<py::ssize_t>(times.size()),
+                                                  times.data());
+             })
+        .def(
+            "wait",
+            [](const Shared<Batch>& self, double timeout, bool spin) {
+                return wait_in_slices(timeout, [&](TimePoint until) {
+                    return self->worker().progress_until(until, spin,
+                                                         [&] { return self->advance(); });
+                });
+            },
+            py::arg("timeout"), py::arg("spin"));
 
     m.def("ucx_move", &move, py::arg("local"), py::arg("offset"), py::arg("key"), py::arg("remote"),
           py::arg("length"), py::arg("is_get"), NoGil());

@@ -371,20 +371,29 @@ std::vector<Pin> Agent::pin(MemoryType memory, Rows rows, const char* side) cons
             continue;
         }
         std::shared_ptr<Registration> found;
+        const auto take = [&](const auto& entry) {
+            found = entry.second.lock();
+            if (found && !found->is_active()) {
+                passed_over.push_back(std::move(found));
+            }
+            last = found ? entry.first : last;
+        };
         auto next = spans_.upper_bound(
             Span{memory, row.device, row.address, std::numeric_limits<std::uint64_t>::max()});
         while (!found && next != spans_.begin()) {
-            const auto& [span, registration] = *--next;
+            const Span& span = (--next)->first;
             if (span.memory != memory || span.device != row.device ||
                 row.address - span.address >= longest_span_) {
                 break;
             }
             if (covered_by(span)) {
-                found = registration.lock();
-                if (found && !found->is_active()) {
-                    passed_over.push_back(std::move(found));
-                }
-                last = found ? span : last;
+                take(*next);
+            }
+        }
+        if (!found && is_storage(memory)) {
+            const auto whole = spans_.find(Span{memory, row.device, 0, 0});
+            if (whole != spans_.end()) {
+                take(*whole);
             }
         }
         if (!found) {
@@ -406,7 +415,7 @@ std::shared_ptr<Registration> Agent::register_memory(MemoryType memory, Rows row
                                                      std::shared_ptr<void> keepalive,
                                                      const CallOptions& options) {
     require_ours(options);
-    require_rows(rows, "registered", false);
+    require_rows(rows, "registered", is_storage(memory));
     const auto registration = std::make_shared<Registration>(
         Registration::Private{}, shared_from_this(), memory,
         std::vector<Row>(rows.begin(), rows.end()), std::move(keepalive));

@@ -27,6 +27,11 @@ enum class MemoryType : int { kDram = 0, kVram = 1, kBlock = 2, kObject = 3, kFi
     return kNames[static_cast<std::size_t>(memory)];
 }
 
+/// Files and objects. A registration of nothing at offset 0 stands for the whole of one.
+[[nodiscard]] constexpr bool is_storage(MemoryType memory) noexcept {
+    return memory != MemoryType::kDram && memory != MemoryType::kVram;
+}
+
 /// Direction of a transfer: kRead is remote to local.
 enum class Operation : int { kRead = 0, kWrite = 1 };
 

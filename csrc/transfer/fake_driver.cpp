@@ -45,9 +45,12 @@ class FakeRegistered final : public Registered {
 
 class FakeOperation final : public Operation {
   public:
-    FakeOperation(std::shared_ptr<FakeNetwork> network, const FakeConnection& connection, Op op,
+    FakeOperation(std::shared_ptr<FakeNetwork> network, std::string owner_name,
+                  std::uint64_t owner_token, const FakeConnection& connection, Op op,
                   const RowPairs& rows)
         : network_(std::move(network)),
+          owner_name_(std::move(owner_name)),
+          owner_token_(owner_token),
           name_(connection.name),
           token_(connection.token),
           op_(op),
@@ -57,7 +60,7 @@ class FakeOperation final : public Operation {
     void post() override {
         const std::lock_guard lock(network_->mutex_);
         const auto* peer = network_->find(name_, token_);
-        if (peer == nullptr) {
+        if (peer == nullptr || network_->find(owner_name_, owner_token_) == nullptr) {
             throw ConnectionLost(fake_error("post", "'" + name_ + "' cannot be reached"));
         }
         (void)peer->memory.cover(remote_, "of peer '" + name_ + "'");
@@ -83,7 +86,8 @@ class FakeOperation final : public Operation {
     bool poll() override {
         const std::lock_guard lock(network_->mutex_);
         auto* peer = network_->find(name_, token_);
-        if (peer == nullptr) {
+        // A killed agent moves nothing any more, neither way.
+        if (peer == nullptr || network_->find(owner_name_, owner_token_) == nullptr) {
             throw ConnectionLost(fake_error("poll", "the connection to '" + name_ + "' broke"));
         }
         if (peer->paused || Clock::now() < ready_) {
@@ -100,6 +104,8 @@ class FakeOperation final : public Operation {
 
   private:
     const std::shared_ptr<FakeNetwork> network_;
+    const std::string owner_name_;
+    const std::uint64_t owner_token_;
     const std::string name_;
     const std::uint64_t token_;
     const Op op_;
@@ -226,8 +232,8 @@ bool FakeDriver::is_alive(Connection& connection) {
 }
 
 std::unique_ptr<Operation> FakeDriver::make(Connection& connection, Op op, const RowPairs& rows) {
-    return std::make_unique<FakeOperation>(network_, static_cast<const FakeConnection&>(connection),
-                                           op, rows);
+    return std::make_unique<FakeOperation>(
+        network_, name_, token_, static_cast<const FakeConnection&>(connection), op, rows);
 }
 
 std::unique_ptr<Prepared> FakeDriver::prepare(Connection& /*connection*/, const RowPairs& rows) {
@@ -253,7 +259,7 @@ void FakeDriver::notify(Connection& connection, const std::string& message) {
     const auto& peer = static_cast<const FakeConnection&>(connection);
     const std::lock_guard lock(network_->mutex_);
     auto* endpoint = network_->find(peer.name, peer.token);
-    if (endpoint == nullptr) {
+    if (endpoint == nullptr || network_->find(name_, token_) == nullptr) {
         throw ConnectionLost(fake_error("notify", "'" + peer.name + "' cannot be reached"));
     }
     if (endpoint->drops > 0) {

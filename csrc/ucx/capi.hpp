@@ -5,6 +5,8 @@
 /// headers.
 #pragma once
 
+#include <sys/socket.h>
+
 #include <cstddef>
 #include <cstdint>
 
@@ -16,7 +18,9 @@ namespace pynixlkv::ucx::capi {
 using Address = struct AddressOpaque*;
 using Config = struct ConfigOpaque*;
 using Context = struct ContextOpaque*;
+using ConnectionRequest = struct ConnectionRequestOpaque*;
 using Endpoint = struct EndpointOpaque*;
+using Listener = struct ListenerOpaque*;
 using Memory = struct MemoryOpaque*;
 using RemoteKey = struct RemoteKeyOpaque*;
 using Worker = struct WorkerOpaque*;
@@ -62,22 +66,52 @@ struct WorkerParams {
     int thread_mode;
 };
 
-inline constexpr int kErrorPeer = 1;
+/// Whether UCX looks after the health of a connection; both sides need the same.
+enum ErrorMode : int { kErrorNone = 0, kErrorPeer = 1 };
+
+struct SocketAddress {
+    const sockaddr* address;
+    socklen_t length;
+};
 
 struct EndpointParams {
     enum Mask : std::uint64_t {
         kRemoteAddress = 1U << 0U,
         kErrorMode = 1U << 1U,
         kErrorHandler = 1U << 2U,
+        kSocketAddress = 1U << 4U,
+        kFlags = 1U << 5U,
+        kConnectionRequest = 1U << 6U,
     };
+    static constexpr unsigned kClientServer = 1U << 0U;
     std::uint64_t mask;
     const void* address;
     int error_mode;
     void (*error_handler)(void* argument, Endpoint, Status);
     void* error_argument;
+    void* user_data;
+    unsigned flags;
+    SocketAddress socket_address;
+    ConnectionRequest connection_request;
 };
 
 inline constexpr std::uint32_t kCloseForce = 1U << 0U;
+
+struct ListenerParams {
+    enum Mask : std::uint64_t { kSocketAddress = 1U << 0U, kOnRequest = 1U << 2U };
+    std::uint64_t mask;
+    SocketAddress socket_address;
+    void (*on_endpoint)(Endpoint, void* argument);
+    void* endpoint_argument;
+    void (*on_request)(ConnectionRequest, void* argument);
+    void* request_argument;
+};
+
+struct ListenerAttr {
+    enum Mask : std::uint64_t { kSocketAddress = 1U << 0U };
+    std::uint64_t mask;
+    sockaddr_storage socket_address;
+};
 
 struct MemoryParams {
     enum Mask : std::uint64_t {
@@ -100,6 +134,16 @@ struct MemoryAttr {
     std::uint64_t mask;
     void* address;
     std::size_t length;
+};
+
+enum Advice : int { kAdviceNormal = 0, kAdviceWillNeed = 1 };
+
+struct AdviseParams {
+    enum Mask : std::uint64_t { kAddress = 1U << 0U, kLength = 1U << 1U, kAdvice = 1U << 2U };
+    std::uint64_t mask;
+    void* address;
+    std::size_t length;
+    int advice;
 };
 
 enum MemoryType : int { kMemoryHost = 0, kMemoryCuda = 1 };
@@ -173,9 +217,14 @@ struct AmHandler {
     X(Status, ep_create, (Worker, const EndpointParams*, Endpoint* out))                         \
     X(StatusPointer, ep_close_nbx, (Endpoint, const RequestParams*))                             \
     X(StatusPointer, ep_flush_nbx, (Endpoint, const RequestParams*))                             \
+    X(Status, listener_create, (Worker, const ListenerParams*, Listener* out))                   \
+    X(Status, listener_query, (Listener, ListenerAttr*))                                         \
+    X(Status, listener_reject, (Listener, ConnectionRequest))                                    \
+    X(void, listener_destroy, (Listener))                                                        \
     X(Status, mem_map, (Context, const MemoryParams*, Memory* out))                              \
     X(Status, mem_unmap, (Context, Memory))                                                      \
     X(Status, mem_query, (Memory, MemoryAttr*))                                                  \
+    X(Status, mem_advise, (Context, Memory, AdviseParams*))                                      \
     X(Status, rkey_pack, (Context, Memory, void** out, std::size_t* length))                     \
     X(void, rkey_buffer_release, (void*))                                                        \
     X(Status, ep_rkey_unpack, (Endpoint, const void* packed, RemoteKey* out))                    \
@@ -191,6 +240,7 @@ struct AmHandler {
       (Endpoint, unsigned id, const void* header, std::size_t header_length, const void* buffer, \
        std::size_t count, const RequestParams*))                                                 \
     X(Status, request_check_status, (void* request))                                             \
+    X(void, request_cancel, (Worker, void* request))                                             \
     X(void, request_free, (void* request))
 
 /// The functions that we use, by their names without prefix.

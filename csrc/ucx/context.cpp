@@ -193,6 +193,19 @@ MemoryHandle::~MemoryHandle() {
     (void)context_->library().fn().mem_unmap(context_->handle(), handle_);
 }
 
+void MemoryHandle::advise(std::uint64_t offset, std::uint64_t length, capi::Advice advice) const {
+    context_->process().require_here("a UCX context");
+    capi::AdviseParams params{};
+    params.mask =
+        capi::AdviseParams::kAddress | capi::AdviseParams::kLength | capi::AdviseParams::kAdvice;
+    params.address = reinterpret_cast<void*>(address_ + offset);  // NOLINT
+    params.length = length;
+    params.advice = advice;
+    const Library& library = context_->library();
+    library.check(library.fn().mem_advise(context_->handle(), handle_, &params), "ucp_mem_advise",
+                  [&] { return text(length, " bytes at offset ", offset, " of mapped memory"); });
+}
+
 std::string MemoryHandle::pack() const {
     const Library& library = context_->library();
     context_->process().require_here("a UCX context");

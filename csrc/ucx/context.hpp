@@ -88,6 +88,8 @@ class MemoryHandle : LiveCounted<MemoryHandle> {
     [[nodiscard]] const std::shared_ptr<Context>& context() const noexcept { return context_; }
     /// What a peer unpacks to reach the memory; as opaque as UCX makes it.
     [[nodiscard]] std::string pack() const;
+    /// Tell UCX how a part of the memory will be used.
+    void advise(std::uint64_t offset, std::uint64_t length, capi::Advice advice) const;
 
   private:
     friend class LiveCounted<MemoryHandle>;

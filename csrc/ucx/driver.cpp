@@ -258,9 +258,10 @@ class UcxOperation final : public transfer::Operation {
 
 }  // namespace
 
-UcxDriver::UcxDriver(std::shared_ptr<Context> context, std::string name)
+UcxDriver::UcxDriver(std::shared_ptr<Context> context, std::string name, capi::ErrorMode errors)
     : context_(std::move(context)),
       name_(std::move(name)),
+      errors_(errors),
       regions_(std::make_shared<LocalRegions>()),
       worker_(Worker::create(context_)) {
     worker_->on_message(kMessageId, [this](std::string_view header, std::string_view data) {
@@ -309,13 +310,19 @@ std::unique_ptr<transfer::Registered> UcxDriver::register_memory(
 }
 
 std::string UcxDriver::metadata() {
-    return describe(worker_->address(), *regions_);
+    return describe(errors_, worker_->address(), *regions_);
 }
 
 std::unique_ptr<transfer::Connection> UcxDriver::connect(const std::string& name,
                                                          std::string_view metadata) {
     const Description description = read_description(metadata);
-    auto endpoint = Endpoint::create(worker_, description.address);
+    if (description.errors != errors_) {
+        throw Error("HandshakeError",
+                    text("peer '", name, "' was made with error handling ",
+                         description.errors == capi::kErrorPeer ? "on" : "off",
+                         ", this agent with the opposite; UCX needs the same on both sides"));
+    }
+    auto endpoint = Endpoint::create(worker_, description.address, errors_);
     auto regions = unpack_regions(endpoint, description);
     auto connection =
         std::make_unique<UcxConnection>(std::move(endpoint), std::move(regions), name);

@@ -18,7 +18,9 @@ namespace pynixlkv::ucx {
 /// operations.
 class UcxDriver final : public transfer::Driver {
   public:
-    UcxDriver(std::shared_ptr<Context> context, std::string name);
+    /// @param errors whether UCX looks after connections; both sides need the same
+    UcxDriver(std::shared_ptr<Context> context, std::string name,
+              capi::ErrorMode errors = capi::kErrorPeer);
 
     std::unique_ptr<transfer::Registered> register_memory(
         std::span<const transfer::Span> spans) override;
@@ -40,6 +42,7 @@ class UcxDriver final : public transfer::Driver {
 
     const std::shared_ptr<Context> context_;
     const std::string name_;
+    const capi::ErrorMode errors_;
     const std::shared_ptr<LocalRegions> regions_;
     std::vector<transfer::Notification> inbox_;
     std::optional<Error> receive_error_;

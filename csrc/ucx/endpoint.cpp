@@ -15,6 +15,8 @@ namespace {
 constexpr std::size_t kPadding = 4096;
 // Longest time that a forced close, which asks nobody, is given.
 constexpr auto kCloseDeadline = std::chrono::seconds(5);
+// The same of a close that needs the peer.
+constexpr auto kAskedCloseDeadline = std::chrono::milliseconds(100);
 
 std::string padded(std::string_view bytes) {
     std::string copy(bytes);
@@ -24,30 +26,55 @@ std::string padded(std::string_view bytes) {
 
 }  // namespace
 
-std::shared_ptr<Endpoint> Endpoint::create(std::shared_ptr<Worker> worker,
-                                           std::string_view address) {
-    return std::shared_ptr<Endpoint>(new Endpoint(std::move(worker), address));
-}
-
-Endpoint::Endpoint(std::shared_ptr<Worker> worker, std::string_view address)
-    : worker_(std::move(worker)) {
+std::shared_ptr<Endpoint> Endpoint::create(std::shared_ptr<Worker> worker, std::string_view address,
+                                           capi::ErrorMode errors) {
     if (address.empty()) {
         throw Error("WireError", "the UCX address of the peer is empty");
     }
     const std::string bytes = padded(address);
     capi::EndpointParams params{};
-    params.mask = capi::EndpointParams::kRemoteAddress | capi::EndpointParams::kErrorMode |
-                  capi::EndpointParams::kErrorHandler;
+    params.mask = capi::EndpointParams::kRemoteAddress;
     params.address = bytes.data();
+    params.error_mode = errors;
+    return std::shared_ptr<Endpoint>(
+        new Endpoint(std::move(worker), params,
+                     errors == capi::kErrorPeer
+                         ? "no transport with error handling reaches the peer: does its process "
+                           "live, and do UCX_TLS and UCX_NET_DEVICES of both sides agree?"
+                         : "no transport reaches the peer: does its process live, and do UCX_TLS "
+                           "and UCX_NET_DEVICES of both sides agree?"));
+}
+
+std::shared_ptr<Endpoint> Endpoint::connect(std::shared_ptr<Worker> worker,
+                                            const SocketAddress& listener) {
+    capi::EndpointParams params{};
+    params.mask = capi::EndpointParams::kSocketAddress | capi::EndpointParams::kFlags;
+    params.socket_address = listener.native();
+    params.flags = capi::EndpointParams::kClientServer;
     params.error_mode = capi::kErrorPeer;
+    return std::shared_ptr<Endpoint>(
+        new Endpoint(std::move(worker), params,
+                     "no transport connects to a socket address; check UCX_TLS (tcp can)"));
+}
+
+std::shared_ptr<Endpoint> Endpoint::accept(std::shared_ptr<Worker> worker,
+                                           capi::ConnectionRequest request) {
+    capi::EndpointParams params{};
+    params.mask = capi::EndpointParams::kConnectionRequest;
+    params.connection_request = request;
+    params.error_mode = capi::kErrorPeer;
+    return std::shared_ptr<Endpoint>(
+        new Endpoint(std::move(worker), params, "accepting a connection"));
+}
+
+Endpoint::Endpoint(std::shared_ptr<Worker> worker, capi::EndpointParams params, const char* detail)
+    : worker_(std::move(worker)), errors_(static_cast<capi::ErrorMode>(params.error_mode)) {
+    params.mask |= capi::EndpointParams::kErrorMode | capi::EndpointParams::kErrorHandler;
     params.error_handler = &Endpoint::on_error;
     params.error_argument = this;
     capi::Endpoint handle = nullptr;
     worker_->library().check(fn().ep_create(worker_->handle(), &params, &handle), "ucp_ep_create",
-                             [] {
-                                 return "no transport that both sides have reaches the peer with "
-                                        "error handling; check UCX_TLS and UCX_NET_DEVICES of both";
-                             });
+                             [detail] { return detail; });
     handle_ = handle;
 }
 
@@ -114,20 +141,24 @@ void Endpoint::close() {
         key->destroy();
     }
     keys_.clear();
+    const bool by_force = errors_ == capi::kErrorPeer;
     capi::RequestParams params{};
     params.mask = capi::RequestParams::kFlags;
-    params.flags = capi::kCloseForce;
+    params.flags = by_force ? capi::kCloseForce : 0;
     void* request = fn().ep_close_nbx(std::exchange(handle_, nullptr), &params);
     const auto number = reinterpret_cast<std::intptr_t>(request);
-    if (number <= 0 && number >= static_cast<std::intptr_t>(Status::kLast)) {
-        return;  // done, or refused: there is nothing else to try then
+    // Otherwise it is done, or refused: there is nothing else to try then.
+    if (number > 0 || number < static_cast<std::intptr_t>(Status::kLast)) {
+        const auto deadline =
+            std::chrono::steady_clock::now() +
+            (by_force ? std::chrono::milliseconds(kCloseDeadline) : kAskedCloseDeadline);
+        while (fn().request_check_status(request) == Status::kInProgress &&
+               std::chrono::steady_clock::now() < deadline) {
+            worker_->progress();
+        }
+        fn().request_free(request);
     }
-    const auto deadline = std::chrono::steady_clock::now() + kCloseDeadline;
-    while (fn().request_check_status(request) == Status::kInProgress &&
-           std::chrono::steady_clock::now() < deadline) {
-        worker_->progress();
-    }
-    fn().request_free(request);
+    // Those that have ended let go of this endpoint, which they would keep alive for ever.
     (void)num_parked();
 }
 

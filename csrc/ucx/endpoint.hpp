@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/live_count.hpp"
+#include "ucx/socket_address.hpp"
 #include "ucx/worker.hpp"
 
 namespace pynixlkv::ucx {
@@ -27,12 +28,21 @@ class Endpoint : public std::enable_shared_from_this<Endpoint>, LiveCounted<Endp
     /// Returns before the peer is reached; progress goes on with it.
     /// @param address what Worker::address() gave at the peer. UCX trusts these bytes: verify their
     ///        integrity first
+    /// @param errors the same at both sides
     /// @throws UcxError when no transport reaches the peer
-    [[nodiscard]] static std::shared_ptr<Endpoint> create(std::shared_ptr<Worker> worker,
-                                                          std::string_view address);
+    [[nodiscard]] static std::shared_ptr<Endpoint> create(
+        std::shared_ptr<Worker> worker, std::string_view address,
+        capi::ErrorMode errors = capi::kErrorPeer);
+    /// Connect to a listener.
+    [[nodiscard]] static std::shared_ptr<Endpoint> connect(std::shared_ptr<Worker> worker,
+                                                           const SocketAddress& listener);
+    /// Accept what a listener of the worker was asked for; whatever happens, the request is used
+    /// up.
+    [[nodiscard]] static std::shared_ptr<Endpoint> accept(std::shared_ptr<Worker> worker,
+                                                          capi::ConnectionRequest request);
     Endpoint(const Endpoint&) = delete;
     Endpoint& operator=(const Endpoint&) = delete;
-    /// Closes by force.
+    /// Closes at once.
     ~Endpoint();
 
     [[nodiscard]] const std::shared_ptr<Worker>& worker() const noexcept { return worker_; }
@@ -54,19 +64,21 @@ class Endpoint : public std::enable_shared_from_this<Endpoint>, LiveCounted<Endp
     [[nodiscard]] std::size_t num_parked();
 
     /// Close without asking the peer; what is under way ends as cancelled before this returns. Its
-    /// remote keys become unusable. Idempotent.
+    /// remote keys become unusable. Idempotent. Without error handling UCX cannot do that: then it
+    /// gets a moment to end what is under way, and goes on with it when that is over.
     void close();
 
   private:
     friend class RemoteKey;
 
     friend class LiveCounted<Endpoint>;
-    Endpoint(std::shared_ptr<Worker> worker, std::string_view address);
+    Endpoint(std::shared_ptr<Worker> worker, capi::EndpointParams params, const char* detail);
     static void on_error(void* argument, capi::Endpoint handle, Status status) noexcept;
     [[nodiscard]] const capi::Functions& fn() const noexcept { return worker_->library().fn(); }
     [[nodiscard]] capi::Endpoint usable() const;
 
     const std::shared_ptr<Worker> worker_;
+    const capi::ErrorMode errors_;
     capi::Endpoint handle_ = nullptr;
     std::optional<Status> failure_;
     std::set<RemoteKey*> keys_;

@@ -16,9 +16,11 @@ constexpr std::size_t kRegionBytes = 3 * sizeof(std::uint64_t) + sizeof(std::uin
 
 }  // namespace
 
-std::string describe(const std::string& address, const LocalRegions& regions) {
+std::string describe(capi::ErrorMode errors, const std::string& address,
+                     const LocalRegions& regions) {
     ByteWriter out;
     out.put_raw(kMagic);
+    out.put(static_cast<std::uint8_t>(errors));
     out.put_bytes(address);
     out.put(static_cast<std::uint32_t>(regions.all().size()));
     for (const auto& [key, region] : regions.all()) {
@@ -36,6 +38,12 @@ Description read_description(std::string_view bytes) {
         throw Error("WireError", text("the UCX metadata of the peer do not begin with ", kMagic));
     }
     Description description;
+    const auto errors = in.get<std::uint8_t>();
+    if (errors > capi::kErrorPeer) {
+        throw Error("WireError",
+                    text("the UCX metadata of the peer name error mode ", unsigned{errors}));
+    }
+    description.errors = static_cast<capi::ErrorMode>(errors);
     description.address = in.get_bytes();
     if (description.address.empty() || description.address.size() > kMaxAddressBytes) {
         throw Error("WireError",

@@ -68,17 +68,20 @@ struct RemoteRegion {
 using LocalRegions = RegionMap<LocalRegion>;
 using RemoteRegions = RegionMap<RemoteRegion>;
 
-/// What a peer must know: the worker's address, and a key for each registered span.
+/// What a peer must know: how errors are handled, the worker's address, and a key for each
+/// registered span.
 struct Description {
     struct Region {
         Row row;
         std::string_view packed_key;
     };
+    capi::ErrorMode errors = capi::kErrorPeer;
     std::string_view address;
     std::vector<Region> regions;
 };
 
-[[nodiscard]] std::string describe(const std::string& address, const LocalRegions& regions);
+[[nodiscard]] std::string describe(capi::ErrorMode errors, const std::string& address,
+                                   const LocalRegions& regions);
 
 /// @return views into the bytes
 /// @throws Error WireError for anything that `describe` does not write

@@ -39,8 +39,11 @@ class Request : LiveCounted<Request> {
     [[nodiscard]] const std::shared_ptr<Endpoint>& endpoint() const noexcept { return endpoint_; }
     [[nodiscard]] bool is_done() const noexcept { return completion_.is_quiet(); }
     /// @return whether it has ended well
-    /// @throws UcxError when it has ended otherwise
+    /// @throws UcxError when it has ended otherwise, Error TransferCancelled when it was given up
     [[nodiscard]] bool check() const;
+    /// Give it up unless it has ended. UCX is asked to take it back, which it can do with few
+    /// kinds.
+    void cancel();
 
   private:
     friend class LiveCounted<Request>;
@@ -55,6 +58,7 @@ class Request : LiveCounted<Request> {
     const char* const call_;
     const Keeps keeps_;
     Completion completion_;
+    bool is_cancelled_ = false;
 };
 
 }  // namespace pynixlkv::ucx

@@ -54,7 +54,11 @@ class Completion {
             return;
         }
         ++pending_;
+        last_ = returned;
     }
+
+    /// What the last call returned, for those who make no more than one; null if that has ended.
+    [[nodiscard]] void* last() const noexcept { return is_quiet() ? nullptr : last_; }
 
   private:
     static void on_done(void* request, Status status, void* user_data) noexcept {
@@ -71,6 +75,7 @@ class Completion {
 
     const Library* library_;
     std::size_t pending_ = 0;
+    void* last_ = nullptr;
     Status status_ = Status::kOk;
 };
 

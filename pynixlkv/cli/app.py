@@ -1,23 +1,28 @@
-"""The commands and their options; what they do is in `demo` and in `pynixlkv.native_report`."""
+"""The commands and their options; what they do is in `demo`, `bench` and `native_report`."""
 
 from __future__ import annotations
 
 import json
 import signal
 import sys
+from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from pynixlkv.cli.bench.cases import TRANSPORTS
+from pynixlkv.cli.bench.cases import Fault as BenchFault
 from pynixlkv.cli.messages import Fault, Side
 from pynixlkv.cli.models import MODELS
-from pynixlkv.cli.render import demo_table, info_table, verdict
+from pynixlkv.cli.render import bench_table, bench_verdict, demo_table, info_table, verdict
 from pynixlkv.errors import PynixlkvError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from types import FrameType
     from typing import NoReturn
 
@@ -49,6 +54,18 @@ def _fail(error: Exception, *, as_json: bool) -> NoReturn:
 
 def _exit_on_terminate(_signum: int, _frame: FrameType | None) -> NoReturn:
     sys.exit(128 + signal.SIGTERM)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Show on a terminal what is being done, and how much of how much is."""
+    stderr = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        task = bar.add_task("start", total=1)
+        yield lambda label, done, total: bar.update(
+            task, description=label, completed=done, total=total
+        )
 
 
 @app.command()
@@ -105,21 +122,12 @@ def demo(
         fault=fault,
     )
     signal.signal(signal.SIGTERM, _exit_on_terminate)
-    stderr = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
-        task = bar.add_task("start", total=1)
+    failure: PynixlkvError | None = None
+    with _progress() as on_progress:
         try:
-            report = run_demo(
-                options,
-                lambda label, done, total: bar.update(
-                    task, description=label, completed=done, total=total
-                ),
-            )
+            report = run_demo(options, on_progress)
         except PynixlkvError as error:
-            failure: PynixlkvError | None = error
-        else:
-            failure = None
+            failure = error
     if failure is not None:
         _fail(failure, as_json=as_json)
     if as_json:
@@ -146,3 +154,60 @@ def info(
         typer.echo(json.dumps(report))
     else:
         Console().print(info_table(report))
+
+
+@app.command()
+def bench(
+    transport: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="One of " + ", ".join(TRANSPORTS) + "; several times for several.",
+            show_default="all that work here",
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few cases, in seconds.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the results too: a .png, .svg or .pdf file.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds until giving up.")] = 1800.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    fault: Annotated[BenchFault | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Measure how fast bytes move between two processes here, and what limits that.
+
+    Beside the thin binding and the agents run, in turns, ucx_perftest and a copy inside one
+    process. Exit status is 0 only if no run failed and every byte that was compared is right.
+    """
+    from pynixlkv.cli.bench.plot import check_plot, draw
+    from pynixlkv.cli.bench.run import BenchOptions, run_bench
+
+    options = BenchOptions(
+        transports=tuple(transport) if transport else None,
+        quick=quick,
+        timeout_s=timeout,
+        fault=fault,
+    )
+    signal.signal(signal.SIGTERM, _exit_on_terminate)
+    failure: PynixlkvError | None = None
+    with _progress() as on_progress:
+        try:
+            if plot is not None:
+                check_plot(plot)
+            report = run_bench(options, on_progress)
+        except PynixlkvError as error:
+            failure = error
+    if failure is not None:
+        _fail(failure, as_json=as_json)
+    if plot is not None:
+        draw(report, plot)
+    if as_json:
+        typer.echo(json.dumps(report.as_dict()))
+    else:
+        console = Console()
+        console.print(bench_table(report))
+        for name, reason in report.absent.items():
+            console.print(f"not measured: {name}: {reason}", highlight=False, markup=False)
+        for line in bench_verdict(report):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if not report.ok:
+        raise typer.Exit(1)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pynixlkv.cli.cache import dimension_letters
-from pynixlkv.cli.group import RankGroup
+from pynixlkv.cli.group import ProcessGroup
 from pynixlkv.cli.messages import (
     Await,
     Check,
@@ -29,6 +29,7 @@ from pynixlkv.cli.messages import (
     Ready,
     Side,
     Tables,
+    decode,
 )
 from pynixlkv.cli.models import Model, find_model
 from pynixlkv.cli.rank import load_engine
@@ -182,7 +183,7 @@ def run_demo(options: DemoOptions, on_progress: Callable[[str, int, int], None])
     ------
     ConfigError
         If the options are impossible or do not fit the memory.
-    DemoError
+    RunError
         If a process fails or the time is up. No process is left behind.
 
     Notes
@@ -215,11 +216,13 @@ def run_demo(options: DemoOptions, on_progress: Callable[[str, int, int], None])
         for side in _SIDES
         for rank in range(options.sizes[side])
     ]
-    with RankGroup(specs, options.timeout_s, on_progress) as group:
+    with ProcessGroup("pynixlkv.cli.rank", decode, specs, options.timeout_s, on_progress) as group:
         return _conduct(group, specs, model, blocks)
 
 
-def _conduct(group: RankGroup, specs: Sequence[RankSpec], model: Model, blocks: int) -> DemoReport:
+def _conduct(
+    group: ProcessGroup, specs: Sequence[RankSpec], model: Model, blocks: int
+) -> DemoReport:
     """Lead the ranks through both operations and add up what they say."""
     names = {side: [spec.name for spec in specs if spec.side == side] for side in _SIDES}
     prefill, decode = names["prefill"], names["decode"]

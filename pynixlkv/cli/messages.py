@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 from typing import Literal
 
@@ -15,7 +16,7 @@ __all__ = [
     "Checked",
     "Connect",
     "Connected",
-    "DemoError",
+    "RunError",
     "Failed",
     "Fault",
     "Finish",
@@ -50,8 +51,8 @@ class Fault(str, Enum):
     hang = "hang"
 
 
-class DemoError(PynixlkvError):
-    """The demo failed: a process ended early, a deadline passed, or bytes differ."""
+class RunError(PynixlkvError):
+    """A command failed: a process of it ended early, a deadline passed, or bytes differ."""
 
 
 class RankSpec(msgspec.Struct, frozen=True, tag=True):
@@ -73,6 +74,11 @@ class RankSpec(msgspec.Struct, frozen=True, tag=True):
     def name(self) -> str:
         """Name of the process and of its agent."""
         return f"{self.side}-{self.rank}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Make UCX say at its end which transports it used."""
+        return {"UCX_PROTO_INFO": os.environ.get("UCX_PROTO_INFO", "used")}
 
     @property
     def other_side(self) -> Side:

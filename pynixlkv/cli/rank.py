@@ -25,7 +25,6 @@ from pynixlkv.cli.messages import (
     Checked,
     Connect,
     Connected,
-    DemoError,
     Failed,
     Fault,
     Finish,
@@ -38,6 +37,7 @@ from pynixlkv.cli.messages import (
     Progress,
     RankSpec,
     Ready,
+    RunError,
     decode,
     encode,
 )
@@ -158,7 +158,7 @@ class Rank:
             case Check():
                 return self._check(command)
             case _:
-                raise DemoError(f"{self._spec.name} does not know the command {command!r}")
+                raise RunError(f"{self._spec.name} does not know the command {command!r}")
 
     @property
     def _operation(self) -> Operation:
@@ -240,7 +240,7 @@ class Rank:
         while missing:
             for note in self._agent.notifications(timeout=self._left()):
                 if (note.peer, note.message) not in missing:
-                    raise DemoError(f"{spec.name} got an unexpected notification: {note!r}")
+                    raise RunError(f"{spec.name} got an unexpected notification: {note!r}")
                 missing.remove((note.peer, note.message))
         return Notified(num_notes)
 
@@ -268,7 +268,7 @@ class Rank:
         """Return the seconds until the deadline."""
         left = self._deadline - time.monotonic()
         if left <= 0:
-            raise DemoError(f"{self._spec.name} did not end within {self._spec.timeout_s} s")
+            raise RunError(f"{self._spec.name} did not end within {self._spec.timeout_s} s")
         return left
 
     def _misbehave(self) -> None:
@@ -320,7 +320,7 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     spec = decode(connection.recv_bytes())
     if not isinstance(spec, RankSpec):
-        raise DemoError(f"expected a RankSpec first, got {spec!r}")
+        raise RunError(f"expected a RankSpec first, got {spec!r}")
     # The demo has the same deadline and ends this process itself; this is for when it cannot.
     faulthandler.dump_traceback_later(spec.timeout_s + 5, exit=True)
     _serve(connection, spec)

@@ -10,9 +10,10 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from pynixlkv.cli.bench.run import BenchReport
     from pynixlkv.cli.demo import DemoReport, OperationReport
 
-__all__ = ["demo_table", "info_table", "verdict"]
+__all__ = ["bench_table", "bench_verdict", "demo_table", "info_table", "verdict"]
 
 
 def _milliseconds(seconds: float) -> str:
@@ -113,3 +114,62 @@ def _lines(value: object) -> str:
 
 def _flat(value: object) -> str:
     return _lines(value).replace("\n", " ")
+
+
+def bench_table(report: BenchReport) -> Table:
+    """Return what was measured as a table.
+
+    Parameters
+    ----------
+    report : BenchReport
+        What was measured.
+
+    Returns
+    -------
+    Table
+        One row for each series, the limit first.
+    """
+    before, after = report.load_average
+    table = Table(
+        title=f"medians of {report.rounds} rounds, load {before:.1f} to {after:.1f}",
+        title_justify="left",
+    )
+    table.add_column("moved by", no_wrap=True)
+    for heading in ("µs/piece", "GB/s", "spread", "of limit"):
+        table.add_column(heading, justify="right")
+    for case in report.cases:
+        table.add_row(case.name, style="bold")
+        for series in case.series:
+            spread = series.iqr_s / series.median_s if series.median_s else 0.0
+            table.add_row(
+                f"  {series.series}",
+                f"{series.us_per_piece:,.2f}",
+                f"{series.gb_per_s:.2f}",
+                f"{spread:.0%}",
+                "" if series.ratio is None else f"{series.ratio:.2f}",
+            )
+        table.add_section()
+    return table
+
+
+def bench_verdict(report: BenchReport) -> list[str]:
+    """Return the last lines: what failed, or that nothing did.
+
+    Parameters
+    ----------
+    report : BenchReport
+        What was measured.
+
+    Returns
+    -------
+    list of str
+        A line for each series that failed, or one that says that all bytes are right.
+    """
+    lines = [
+        f"FAILED: {case.name} by {series.series}: {series.failures} runs failed, "
+        f"{series.wrong_bytes:,} bytes differ" + f"; first: {series.error}" * bool(series.error)
+        for case in report.cases
+        for series in case.series
+        if series.failures or series.wrong_bytes
+    ]
+    return lines or [f"{len(report.cases)} cases: no run failed, all bytes that arrived are equal"]

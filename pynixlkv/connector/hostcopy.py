@@ -122,9 +122,6 @@ class _Done:
     def done(self) -> bool:
         return True
 
-    def wait(self, timeout: float) -> bool:  # noqa: ARG002
-        return True
-
 
 def _by_block(tensors: Mapping[str, Any], axes: str) -> Iterator[Any]:
     """Give each tensor as a view whose first dimension is the block, in the order of the names."""

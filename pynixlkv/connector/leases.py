@@ -2,8 +2,9 @@
 
 Each rank of a producer has a table of 64-bit words in registered memory, one for each slot. While
 a lease holds, its slot has the lease's token; when it ends, the word moves on *before* the blocks
-can be reused. A reader first reads the blocks and then the word: if it finds the token, the lease
-held all the while. Tokens of a slot only grow, so that the word also tells "not yet" from "over".
+can be reused. A reader looks at the word before it reads the blocks, and again after that: if both
+times it finds the token, the lease held all the while. Tokens of a slot only grow, so that the word
+also tells "not yet" from "over".
 """
 
 from __future__ import annotations

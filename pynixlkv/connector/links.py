@@ -14,9 +14,9 @@ from pynixlkv.connector import messages, pairing
 from pynixlkv.connector.leases import LEASE_GROUP
 from pynixlkv.errors import (
     HandshakeError,
-    IncompatibleLayoutError,
     PeerLostError,
     PynixlkvError,
+    RankNotFound,
     StateError,
 )
 from pynixlkv.plan import TransferPlan
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from pynixlkv.agent import Agent, Peer
     from pynixlkv.connector.metadata import EngineShape, HandOff, Rank
+    from pynixlkv.connector.peers import Peers
     from pynixlkv.geometry import Geometry, KVCache
 
 __all__ = ["Fetch", "Link", "LinkState", "Links", "Producer", "Local"]
@@ -98,7 +99,9 @@ class Producer:
     """From its lease table to the landing words."""
     geometry: Geometry
     unanswered: int = 0
+    """Heartbeats since its last answer."""
     has_answered: bool = False
+    """It has this worker's `Attach`: it can say when its writes have ended."""
 
 
 @dataclass(eq=False)
@@ -113,7 +116,10 @@ class Link:
     producers: list[Producer] = field(default_factory=list)
     error: PynixlkvError | None = None
     requests: set[str] = field(default_factory=set)
-    """Local ids of requests whose leases are to be kept alive over this link."""
+    """Local ids of requests that are queued or under way over this link. While there are any, its
+    leases are kept alive, and, after its death, its peers are."""
+    num_checks: int = 0
+    """Reads of lease words that are not quiet; they need the peers as well."""
     beat_interval: float = 0.0
     next_beat: float = 0.0
     last_used: float = 0.0
@@ -142,8 +148,8 @@ class Links:
         Gets hello bytes.
     submit : callable
         Runs a function on another thread and returns its future.
-    disconnect : callable
-        Gives up a producer's peer.
+    peers : Peers
+        Connects to producers.
     timeout : float
         Longest handshake in seconds.
     ttl : float
@@ -155,7 +161,7 @@ class Links:
         this: Local,
         fetch: Fetch,
         submit: Callable[[Callable[[], list[Producer]]], Future[list[Producer]]],
-        disconnect: Callable[[Peer], None],
+        peers: Peers,
         *,
         timeout: float,
         ttl: float,
@@ -163,11 +169,13 @@ class Links:
         self._this = this
         self._fetch = fetch
         self._submit = submit
-        self._disconnect = disconnect
+        self._peers = peers
         self._timeout = timeout
         self._ttl = ttl
         self._links: dict[str, Link] = {}
         self._by_agent: dict[str, Link] = {}
+        self._dropped: list[Link] = []  # to be told of by `settle`
+        self._dead: list[Link] = []  # with peers that are still needed, or still connecting
 
     def __len__(self) -> int:
         return len(self._links)
@@ -184,11 +192,11 @@ class Links:
         """Return the link to a request's producer; begin to connect if there is none."""
         engine_id, address = str(hand_off.remote_engine_id), _address(hand_off)
         link = self._links.get(engine_id)
-        if link is None:
+        if link is None or link.address != address:
             for old in self.all():
-                if old.address == address:
-                    # The address has a new tenant; the former engine is gone.
-                    self.drop(old, StateError(f"engine {engine_id!r} took over {address}"))
+                if old.address == address or old.engine_id == engine_id:
+                    # An address has a new tenant, or an engine has moved.
+                    self.drop(old, StateError(f"engine {engine_id!r} is at {address} now"))
             shape = hand_off.shape
             future = self._submit(lambda: self._connect(engine_id, address, shape))
             link = Link(engine_id, address, shape, future)
@@ -204,14 +212,30 @@ class Links:
         this = self._this
         ranks = pairing.ranks_to_tell(this.cache.groups, this.reader.rank, this.reader.shape, shape)
         hellos = self._fetch(address, engine_id=engine_id, ranks=ranks, timeout=self._timeout)
-        producers = []
-        for rank in ranks:
-            peer = this.agent.connect(hellos[rank])
-            producers.append(self._describe(rank, peer, shape))
-        pairing.check_complete(this.cache, [p.geometry for p in producers if p.plans])
-        attach = messages.encode(messages.Attach(this.reader, this.hello))
-        for producer in producers:
-            this.agent.notify(producer.peer, attach)
+        missing = [rank for rank in ranks if rank not in hellos]
+        if missing:
+            raise RankNotFound(
+                f"engine {engine_id!r} has no rank {missing[0]}; it has {sorted(hellos)}",
+                missing=missing,
+                available=sorted(hellos),
+                peer=engine_id,
+            )
+        peers: list[Peer] = []
+        try:
+            for rank in ranks:
+                peer = self._peers.connect(hellos[rank])
+                peers.append(peer)
+            producers = [
+                self._describe(rank, peer, shape) for rank, peer in zip(ranks, peers, strict=True)
+            ]
+            pairing.check_complete(this.cache, [p.geometry for p in producers if p.plans])
+            attach = messages.encode(messages.Attach(this.reader, this.hello))
+            for peer in peers:
+                this.agent.notify(peer, attach)
+        except BaseException:
+            for peer in peers:
+                self._peers.release(peer)
+            raise
         return producers
 
     def _describe(self, rank: Rank, peer: Peer, shape: EngineShape) -> Producer:
@@ -233,14 +257,14 @@ class Links:
         return Producer(rank, peer, plans, TransferPlan(this.landing.geometry, words), cache)
 
     def settle(self, now: float) -> list[Link]:
-        """Take up what has happened to links that were connecting, and forget idle ones.
+        """Take up what has happened to links, and forget idle ones.
 
         Returns
         -------
         list of Link
-            Links that have just become READY or DEAD.
+            Links that have become READY or DEAD since the last call.
         """
-        changed = []
+        changed, self._dropped = self._dropped, []
         for link in self.all():
             if link.state is LinkState.CONNECTING and link.connecting.done():
                 error = link.connecting.exception()
@@ -250,24 +274,45 @@ class Links:
                     link.next_beat = now
                     for producer in link.producers:
                         self._by_agent[producer.peer.name] = link
+                    changed.append(link)
                 else:
                     self.drop(link, _reason(link, error))
-                changed.append(link)
             elif link.requests:
                 link.last_used = now
             elif now - link.last_used > self._ttl:
                 self.drop(link, StateError(f"engine {link.engine_id!r} was not used for long"))
+        changed += self._dropped
+        self._dropped = []
+        self._dead = [link for link in self._dead if not self._bury(link)]
         return changed
+
+    @property
+    def have_news(self) -> bool:
+        """Whether links have died that `settle` has not told of."""
+        return bool(self._dropped)
 
     def drop(self, link: Link, error: PynixlkvError) -> None:
         """Forget a link, so that the next request connects anew."""
+        if link.state is LinkState.DEAD:
+            return
         link.state = LinkState.DEAD
         link.error = error
         if self._links.get(link.engine_id) is link:
             del self._links[link.engine_id]
         for producer in link.producers:
-            self._by_agent.pop(producer.peer.name, None)
-            self._disconnect(producer.peer)
+            if self._by_agent.get(producer.peer.name) is link:
+                del self._by_agent[producer.peer.name]
+        self._dropped.append(link)
+        self._dead.append(link)
+
+    def _bury(self, link: Link) -> bool:
+        """Let go of a dead link's peers, when nothing under way needs them any more."""
+        if link.requests or link.num_checks or link in self._dropped or not link.connecting.done():
+            return False
+        if not link.connecting.cancelled() and link.connecting.exception() is None:
+            for producer in link.connecting.result():
+                self._peers.release(producer.peer)
+        return True
 
 
 def split(peer: Peer) -> tuple[Geometry, Geometry]:
@@ -292,7 +337,7 @@ def _address(hand_off: HandOff) -> tuple[str, int]:
 
 
 def _reason(link: Link, error: BaseException) -> PynixlkvError:
-    if isinstance(error, (HandshakeError, IncompatibleLayoutError, PeerLostError)):
+    if isinstance(error, (HandshakeError, PeerLostError)):
         return error
     made = HandshakeError(
         f"connecting to engine {link.engine_id!r} at {link.address[0]}:{link.address[1]} failed: "

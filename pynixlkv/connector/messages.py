@@ -1,8 +1,9 @@
 """Notifications that the workers of two engines exchange through their agents.
 
 They are msgpack behind a magic and a version, decoded into typed records. Any of them may be lost,
-late, early, doubled or from a stranger, and none of these does harm: each names the lease it is
-about by its token, ends are reached once, and whoever waits asks again by its next heartbeat.
+late, early, doubled or from a stranger, and none of these does harm: each names what it is about by
+a token that is never used twice, ends are reached once, and whoever waits asks again by its next
+heartbeat.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pynixlkv.connector.metadata import BlockLists, EngineShape, Lease, Rank
 from pynixlkv.errors import ProtocolVersionError, WireError
 
 __all__ = [
+    "MAX_ENTRIES",
     "PROTOCOL_VERSION",
     "Attach",
     "Beat",
@@ -26,6 +28,7 @@ __all__ = [
     "PushEnd",
     "Reader",
     "Release",
+    "Stop",
     "decode",
     "encode",
 ]
@@ -34,7 +37,10 @@ PROTOCOL_VERSION = 1
 """Version of these messages and of the hand-off. History: 1 = first."""
 
 _MAGIC = b"PNKC"
-_MAX_REQUESTS = 1 << 16
+MAX_ENTRIES = 1024
+"""Most requests that one message lists; with the longest ids it can still be sent."""
+
+_Ticket = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class LeaseStatus(enum.IntEnum):
@@ -76,40 +82,45 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """Heartbeat: the reader still wants these requests of the producer."""
 
     number: int
-    requests: Annotated[list[tuple[str, Lease]], msgspec.Meta(max_length=_MAX_REQUESTS)]
+    requests: Annotated[list[tuple[str, Lease]], msgspec.Meta(max_length=MAX_ENTRIES)]
 
 
 class BeatAck(msgspec.Struct, frozen=True, tag="ack"):
     """Answer to a beat: which of its requests are not held, and how that stands."""
 
     number: int
-    not_held: Annotated[
-        list[tuple[str, Lease, LeaseStatus]], msgspec.Meta(max_length=_MAX_REQUESTS)
-    ]
+    not_held: Annotated[list[tuple[str, Lease, LeaseStatus]], msgspec.Meta(max_length=MAX_ENTRIES)]
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
     """The reader is done with these requests of the producer, whether it read them or not."""
 
     reader: Reader
-    requests: Annotated[list[tuple[str, Lease | None]], msgspec.Meta(max_length=_MAX_REQUESTS)]
+    requests: Annotated[list[tuple[str, Lease | None]], msgspec.Meta(max_length=MAX_ENTRIES)]
 
 
 class Push(msgspec.Struct, frozen=True, tag="push"):
     """The reader asks the producer to write a request into its blocks.
 
-    `request_id` is the producer's name of the request, `consumer_id` the reader's. Without a lease
-    the reader did not wait for the prefill's end: the request may still be running, or be queued.
+    `request_id` is the producer's name of the request. Without a lease the reader did not wait for
+    the prefill's end: the request may still be running, or be queued. `ticket` is what the answer
+    names; a reader uses it once, and asks again with the same while it has no answer.
     """
 
     reader: Reader
+    ticket: _Ticket
     request_id: str
     lease: Lease | None
-    consumer_id: str
     blocks: BlockLists
     starts: tuple[int, ...]
     block_sizes: tuple[int, ...]
     num_tokens: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """The reader does not want a push any more, and waits to hear that nothing of it moves."""
+
+    ticket: _Ticket
 
 
 class PushEnd(msgspec.Struct, frozen=True, tag="push_end"):
@@ -118,13 +129,12 @@ class PushEnd(msgspec.Struct, frozen=True, tag="push_end"):
     `error` is empty after success.
     """
 
-    consumer_id: str
-    lease: Lease | None
+    ticket: _Ticket
     expired: bool
     error: str
 
 
-Message: TypeAlias = Attach | Beat | BeatAck | Release | Push | PushEnd
+Message: TypeAlias = Attach | Beat | BeatAck | Release | Push | Stop | PushEnd
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

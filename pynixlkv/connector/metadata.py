@@ -326,6 +326,8 @@ class ConnectorMetadata:
         Begin to receive these.
     reqs_to_save : dict of str to ReqMeta
         These run in this step and are pushed layer by layer; never also in `reqs_to_recv`.
+    reqs_preempted : set of str
+        Blocks of these have been taken away, and they are computed again.
     reqs_to_send : dict of str to ReqMeta
         Keep these, under their leases, until their readers are done.
     reqs_not_sent : dict of str to str
@@ -340,6 +342,7 @@ class ConnectorMetadata:
 
     reqs_to_recv: dict[str, ReqMeta] = field(default_factory=dict)
     reqs_to_save: dict[str, ReqMeta] = field(default_factory=dict)
+    reqs_preempted: set[str] = field(default_factory=set)
     reqs_to_send: dict[str, ReqMeta] = field(default_factory=dict)
     reqs_not_sent: dict[str, str] = field(default_factory=dict)
     reqs_waiting: dict[str, HandOff] = field(default_factory=dict)

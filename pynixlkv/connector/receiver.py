@@ -3,20 +3,27 @@
 Each request goes through the states of `_Step` on the connector's thread and ends in exactly one
 `EndState`, which is reported once, and only when no byte of the request can move any more.
 
-Pull: read the blocks from every source rank; then read the lease's word at each of them; only if
-all words still are the lease's token is the request received. Push: ask every source rank to write;
-each says when it has, and that nothing of it moves any more.
+Pull: at every source rank, read the lease's word until it is the lease's token, then the blocks,
+then the word again; only if all words still are the token is the request received. The first look
+tells that the blocks are complete, the second that they were not reused.
+
+Push: ask every source rank to write; each says when it has, and that nothing of it moves any more.
+Nobody else can say that. So a request that has failed keeps its blocks until all ranks that it has
+asked have answered, or are known to be gone; and ranks are asked only once they have proved that
+they can answer.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
+import secrets
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeVar
 
 from pynixlkv.connector import messages
+from pynixlkv.connector.fences import Fence, has_ended
 from pynixlkv.connector.leases import status
 from pynixlkv.connector.links import Link, LinkState, Producer
 from pynixlkv.connector.messages import LeaseStatus
@@ -47,17 +54,13 @@ if TYPE_CHECKING:
 __all__ = ["Fence", "Receiver", "RequestEnd"]
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 _SOON_S = 0.001
 """Pause before looking again at something that tells nobody when it changes."""
 
-
-class Fence(Protocol):
-    """Work on a device that is under way."""
-
-    def done(self) -> bool:
-        """Return whether it has ended; raise if it has failed. Does not block."""
-        ...
+_LONGEST_LOOK_S = 0.05
+"""The pause doubles up to this while a producer has not granted a lease."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,25 @@ class RequestEnd:
 class _Step(enum.Enum):
     CONNECTING = 0  # waits for the handshake, or for the engine to be done with the blocks
     MOVING = 1
-    CHECKING = 2
-    STAGING = 3  # received into the host cache, on the way to the device
-    DRAINING = 4  # has its end, waits for quiet
-    OVER = 5
+    STAGING = 2  # received into the host cache, on the way to the device
+    DRAINING = 3  # has its end, waits for quiet
+    OVER = 4
+
+
+@dataclass(eq=False)
+class _Source:
+    """What a pull reads from one producer rank."""
+
+    producer: Producer
+    running: list[Transfer] = field(default_factory=list)
+    """Reads of blocks whose end has not been seen."""
+    check_at: float = 0.0
+    pause: float = _SOON_S
+    is_checking: bool = False
+    is_granted: bool = False
+    """The lease held before the blocks were read."""
+    is_held: bool = False
+    """It still did when they had been read."""
 
 
 @dataclass(eq=False)
@@ -97,23 +115,35 @@ class _Request:
     link: Link
     fence: Fence | None
     deadline: float
+    ticket: int
     step: _Step = _Step.CONNECTING
+    sources: list[_Source] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
-    unchecked: set[Producer] = field(default_factory=set)
-    """Sources whose word is still to be seen."""
+    """All that were ever begun."""
     pushing: set[Producer] = field(default_factory=set)
-    """Sources that have been asked to write and have not said that they are done."""
+    """Ranks that have been asked to write and have not said that they are done."""
+    ask_at: float = 0.0
+    """When to ask them again: the first time, or the answer, may be lost."""
     staging: Fence | None = None
     end: EndState | None = None
     error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A request that is queued."""
+
+    remote_id: str
+    lease: Lease | None
+    link: Link
 
 
 @dataclass
 class _Check:
     """A read of lease words under way."""
 
-    producer: Producer
-    requests: list[_Request]
+    link: Link
+    asked: list[tuple[_Request, _Source]]
     slots: list[int]
     transfer: Transfer
 
@@ -134,7 +164,7 @@ class Receiver:
     stats : ConnectorStats
         Counts what happens.
     stage_in : callable, optional
-        Begins to copy host blocks to the device: ``(host blocks, device blocks) -> Fence``.
+        Begins to copy a request's host blocks to the device.
     """
 
     def __init__(
@@ -144,7 +174,7 @@ class Receiver:
         links: Links,
         config: ConnectorConfig,
         stats: ConnectorStats,
-        stage_in: Callable[[BlockLists, BlockLists], Fence] | None = None,
+        stage_in: Callable[[ReqMeta], Fence] | None = None,
     ) -> None:
         self._this = this
         self._words = words
@@ -154,38 +184,48 @@ class Receiver:
         self._stats = stats
         self._stage_in = stage_in
         self._requests: dict[str, _Request] = {}
-        self._waiting: dict[str, tuple[HandOff, Link]] = {}
+        self._waiting: dict[str, _Waiting] = {}
+        self._by_ticket: dict[int, _Request] = {}
+        # Where another life of this worker began is far away.
+        self._next_ticket = secrets.randbits(61)
         self._releasing: list[tuple[HandOff, Link]] = []
         self._checks: list[_Check] = []
         self._outbox: dict[Producer, list[tuple[str, Lease | None]]] = defaultdict(list)
         self._beat_number = 0
-        self._next_check_of: dict[_Request, float] = {}
 
     # ---- what the engine asks for
 
     def wait_for(self, request_id: str, hand_off: HandOff, now: float) -> None:
         """Connect for a request that is queued, and keep its leases alive."""
+        if request_id in self._requests:
+            raise PlanError(f"request {request_id!r} is being received, it does not wait")
+        self._forget(request_id)
+        lease = hand_off.lease_token if hand_off.lease is not None else None
         link = self._link(hand_off, now)
         link.requests.add(request_id)
-        self._waiting[request_id] = hand_off, link
+        self._waiting[request_id] = _Waiting(str(hand_off.remote_request_id), lease, link)
 
     def receive(self, request_id: str, meta: ReqMeta, fence: Fence | None, now: float) -> None:
         """Begin to receive a request, when `fence` says that its blocks are free of older work."""
         remote = meta.remote
         if remote is None or request_id in self._requests:
             raise PlanError(f"request {request_id!r} cannot be received (again)")
+        self._forget(request_id)
+        lease = remote.lease_token if remote.lease is not None else None
         link = self._link(remote, now)
         link.requests.add(request_id)
-        self._waiting.pop(request_id, None)
-        self._requests[request_id] = _Request(
+        self._next_ticket += 1
+        request = _Request(
             id=request_id,
             meta=meta,
             remote=remote,
-            lease=remote.lease_token if remote.lease is not None else None,
+            lease=lease,
             link=link,
             fence=fence,
             deadline=now + self._config.transfer_timeout,
+            ticket=self._next_ticket,
         )
+        self._requests[request_id] = self._by_ticket[request.ticket] = request
 
     def release(self, request_id: str, hand_off: HandOff, now: float) -> None:
         """Tell a producer, once, that nothing (more) is wanted of a request."""
@@ -211,7 +251,7 @@ class Receiver:
     def _forget(self, request_id: str) -> None:
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
-            waiting[1].requests.discard(request_id)
+            waiting.link.requests.discard(request_id)
 
     # ---- what producers say
 
@@ -220,7 +260,9 @@ class Receiver:
         link = self._links.of_agent(agent)
         producer = link.of_agent(agent) if link is not None else None
         if producer is None:
-            self._stats.count("foreign_notifications")
+            # It may answer before the link that asked has been settled.
+            is_early = any(link.state is LinkState.CONNECTING for link in self._links.all())
+            self._stats.count("early_notifications" if is_early else "foreign_notifications")
             return
         producer.unanswered = 0
         producer.has_answered = True
@@ -232,9 +274,9 @@ class Receiver:
 
     def on_push_end(self, agent: str, message: messages.PushEnd) -> None:
         """Take a producer's word that it has written a request, or never will."""
-        request = self._requests.get(message.consumer_id)
+        request = self._by_ticket.get(message.ticket)
         producer = None if request is None else request.link.of_agent(agent)
-        if request is None or request.lease != message.lease or producer is None:
+        if request is None or producer is None:
             self._stats.count("late_notifications")
             return
         if producer not in request.pushing:
@@ -266,10 +308,8 @@ class Receiver:
             if link.state is LinkState.DEAD:
                 self._lose(link)
         due = self._beat(now)
-        to_check: dict[Producer, list[_Request]] = defaultdict(list)
-        for check in self._checks:
-            self._take_words(check, now)
-        self._checks = [check for check in self._checks if not check.transfer.is_quiet]
+        self._checks = [check for check in self._checks if not self._take_words(check, now)]
+        to_check: dict[Producer, list[tuple[_Request, _Source]]] = defaultdict(list)
         for request in list(self._requests.values()):
             try:
                 pause = self._advance(request, now, to_check)
@@ -278,14 +318,17 @@ class Receiver:
                 pause = 0.0
             due = min(due, pause)
             if request.step is _Step.OVER:
-                del self._requests[request.id]
+                del self._requests[request.id], self._by_ticket[request.ticket]
                 ends[request.id] = self._close(request, now)
         self._check(to_check, now)
         self._flush_releases()
-        return due
+        return 0.0 if self._links.have_news else due
 
     def _advance(
-        self, request: _Request, now: float, to_check: dict[Producer, list[_Request]]
+        self,
+        request: _Request,
+        now: float,
+        to_check: dict[Producer, list[tuple[_Request, _Source]]],
     ) -> float:
         if request.end is None and now >= request.deadline:
             self._fail(
@@ -296,50 +339,53 @@ class Receiver:
                     peer=request.link.engine_id,
                 ),
             )
+        due = request.deadline - now if request.end is None else float("inf")
         if request.step is _Step.CONNECTING:
-            if request.link.state is LinkState.CONNECTING:
-                return request.deadline - now
+            if not self._can_start(request):
+                return due
             if request.fence is not None and not request.fence.done():
                 return _SOON_S
-            self._start(request, now)
-        if request.step is _Step.MOVING and self._has_moved(request):
-            request.step = _Step.CHECKING
-            if self._config.transfer_mode == "pull":
-                request.unchecked = set(request.link.sources)
-                for producer in request.unchecked:
-                    to_check[producer].append(request)
-        if request.step is _Step.CHECKING and not request.unchecked:
-            request.step = _Step.STAGING
-            if self._stage_in is not None and request.meta.host_blocks is not None:
-                request.staging = self._stage_in(request.meta.host_blocks, request.meta.blocks)
-        if request.step is _Step.CHECKING:
-            again = self._next_check_of.get(request)
-            if again is not None and now >= again:
-                del self._next_check_of[request]
-                for producer in request.unchecked:
-                    to_check[producer].append(request)
-            elif again is not None:
-                return again - now
+            self._start(request)
+        self._settle_transfers(request)
+        if request.pushing:
+            due = min(due, self._ask(request, now))
+        if request.step is _Step.MOVING:
+            for source in request.sources:
+                due = min(due, self._advance_source(request, source, now, to_check))
+            if not request.pushing and all(source.is_held for source in request.sources):
+                request.step = _Step.STAGING
+                if self._stage_in is not None and request.meta.host_blocks is not None:
+                    request.staging = self._stage_in(request.meta)
         if request.step is _Step.STAGING:
             if request.staging is not None and not request.staging.done():
                 return _SOON_S
             self._finish(request, EndState.RECEIVED, None)
-        if request.step is _Step.DRAINING and self._is_quiet(request):
-            request.step = _Step.OVER
-        return max(request.deadline - now, _SOON_S)
+        if request.step is _Step.DRAINING:
+            if self._is_quiet(request):
+                request.step = _Step.OVER
+            elif request.staging is not None:
+                return _SOON_S
+        return max(due, 0.0)
 
-    def _start(self, request: _Request, now: float) -> None:
+    def _can_start(self, request: _Request) -> bool:
         link = request.link
         if link.state is LinkState.DEAD:
             raise link.error or PeerLostError("the link is dead", peer=link.engine_id)
+        if link.state is LinkState.CONNECTING:
+            return False
+        return self._config.transfer_mode == "pull" or all(p.has_answered for p in link.sources)
+
+    def _start(self, request: _Request) -> None:
         request.step = _Step.MOVING
         if self._config.transfer_mode == "push":
-            for producer in link.sources:
-                self._ask_to_push(request, producer)
-                request.pushing.add(producer)
+            request.pushing.update(request.link.sources)
             return
         self._check_positions(request)
-        meta, remote = request.meta, request.remote
+        request.sources = [_Source(producer) for producer in request.link.sources]
+
+    def _read(self, request: _Request, source: _Source, now: float) -> None:
+        """Begin to read what a request gets from a source."""
+        meta, remote, producer = request.meta, request.remote, source.producer
         table_of = self._this.table_of
         local, local_starts = by_group(
             self._this.cache.groups,
@@ -348,28 +394,56 @@ class Receiver:
             meta.starts,
             meta.block_sizes,
         )
-        for producer in link.sources:
-            theirs, their_starts = by_group(
-                producer.geometry.groups,
-                table_of,
-                remote.blocks,
-                remote.starts,
-                remote.remote_block_sizes,
+        theirs, their_starts = by_group(
+            producer.geometry.groups,
+            table_of,
+            remote.blocks,
+            remote.starts,
+            remote.remote_block_sizes,
+        )
+        for plan in producer.plans:
+            wanted = plan.groups
+            transfer = self._this.agent.read(
+                producer.peer,
+                plan,
+                {name: local[name] for name in wanted},
+                {name: theirs[name] for name in wanted},
+                timeout=max(request.deadline - now, _SOON_S),
+                num_tokens=dict.fromkeys(wanted, meta.num_tokens),
+                local_start={name: local_starts[name] for name in wanted},
+                remote_start={name: their_starts[name] for name in wanted},
             )
-            for plan in producer.plans:
-                wanted = plan.groups
-                request.transfers.append(
-                    self._this.agent.read(
-                        producer.peer,
-                        plan,
-                        {name: local[name] for name in wanted},
-                        {name: theirs[name] for name in wanted},
-                        timeout=max(request.deadline - now, _SOON_S),
-                        num_tokens=dict.fromkeys(wanted, meta.num_tokens),
-                        local_start={name: local_starts[name] for name in wanted},
-                        remote_start={name: their_starts[name] for name in wanted},
-                    )
-                )
+            source.running.append(transfer)
+            request.transfers.append(transfer)
+
+    def _settle_transfers(self, request: _Request) -> None:
+        """Count reads that have ended, and fail the request if one has failed."""
+        for source in request.sources:
+            running = []
+            for transfer in source.running:
+                state = transfer.state
+                if not state.is_end:
+                    running.append(transfer)
+                elif state is TransferState.DONE:
+                    self._stats.transfer_done(transfer.result)
+                else:
+                    self._stats.transfer_failed(transfer)
+                    self._fail(request, transfer.error or TransferError("the transfer failed"))
+            source.running = running
+
+    def _advance_source(
+        self,
+        request: _Request,
+        source: _Source,
+        now: float,
+        to_check: dict[Producer, list[tuple[_Request, _Source]]],
+    ) -> float:
+        if source.running or source.is_held or source.is_checking:
+            return float("inf")
+        if now < source.check_at:
+            return source.check_at - now
+        to_check[source.producer].append((request, source))
+        return float("inf")
 
     def _check_positions(self, request: _Request) -> None:
         """Check that every position that is expected here is there: nothing else tells."""
@@ -389,55 +463,58 @@ class Receiver:
                 f"request {request.id!r}: the producer holds {remote.remote_num_tokens} tokens of "
                 f"{meta.num_tokens}; {'; '.join(late) or 'from position 0 on'}"
             )
+        slots = min(p.words.remote.groups[0].num_blocks for p in request.link.producers)
+        if _held(request).slot >= slots:
+            raise PlanError(
+                f"request {request.id!r}: its lease is {request.lease}, but the producer has "
+                f"{slots} slots"
+            )
 
-    def _ask_to_push(self, request: _Request, producer: Producer) -> None:
+    def _ask(self, request: _Request, now: float) -> float:
+        """Ask the ranks that are to write, or, after the end, to stop; again until they answer."""
+        for producer in [p for p in request.pushing if not p.peer.is_connected]:
+            # It is gone, as its process or its host is, and writes no more.
+            request.pushing.discard(producer)
+            self._fail(request, PeerLostError("the producer is gone", peer=producer.peer.name))
+        if now < request.ask_at:
+            return request.ask_at - now
+        request.ask_at = now + request.link.beat_interval
         meta = request.meta
-        push = messages.encode(
-            messages.Push(
+        message: messages.Message = messages.Stop(request.ticket)
+        if request.end is None:
+            message = messages.Push(
                 reader=self._this.reader,
+                ticket=request.ticket,
                 request_id=str(request.remote.remote_request_id),
                 lease=request.lease,
-                consumer_id=request.id,
                 blocks=meta.host_blocks or meta.blocks,
                 starts=meta.starts,
                 block_sizes=meta.block_sizes,
                 num_tokens=meta.num_tokens,
             )
-        )
-        self._this.agent.notify(producer.peer, push)
-
-    def _has_moved(self, request: _Request) -> bool:
-        """Return whether all bytes are here; fail the request if some never will be."""
-        all_done = not request.pushing
-        for transfer in request.transfers:
-            state = transfer.state
-            if state is TransferState.DONE:
-                continue
-            all_done = False
-            if state.is_end:
-                self._stats.transfer_failed(transfer)
-                error = transfer.error
-                self._fail(request, error or TransferError("the transfer failed"))
-                return False
-        if all_done:
-            for transfer in request.transfers:
-                self._stats.transfer_done(transfer.result)
-        return all_done
+        data = messages.encode(message)
+        for producer in list(request.pushing):
+            try:
+                if request.link.state is LinkState.DEAD:
+                    self._attach(producer)
+                self._this.agent.notify(producer.peer, data)
+            except PeerLostError as error:
+                request.pushing.discard(producer)
+                self._fail(request, error)
+        return request.ask_at - now
 
     def _is_quiet(self, request: _Request) -> bool:
-        if request.staging is not None and not _ended(request.staging):
+        if request.staging is not None and not has_ended(request.staging):
             return False
         return not request.pushing and all(t.is_quiet for t in request.transfers)
 
     # ---- leases
 
-    def _check(self, to_check: dict[Producer, list[_Request]], now: float) -> None:
-        """Read the words of all requests that have got their bytes: one read per producer."""
-        for producer, requests in to_check.items():
-            count = min(len(requests), len(self._free_words))
-            for request in requests[count:]:
-                self._next_check_of[request] = now  # no word free: next round
-            asked = requests[:count]
+    def _check(self, to_check: dict[Producer, list[tuple[_Request, _Source]]], now: float) -> None:
+        """Read the words that requests want to see: one read per producer."""
+        for producer, all_asked in to_check.items():
+            # Those that find no word free are there again in the next round.
+            asked = [pair for pair in all_asked if pair[0].end is None][: len(self._free_words)]
             if not asked:
                 continue
             slots = [self._free_words.pop() for _ in asked]
@@ -446,33 +523,50 @@ class Receiver:
                     producer.peer,
                     producer.words,
                     slots,
-                    [_held(request).slot for request in asked],
-                    timeout=max(min(r.deadline for r in asked) - now, _SOON_S),
+                    [_held(request).slot for request, _ in asked],
+                    timeout=max(max(r.deadline for r, _ in asked) - now, _SOON_S),
                 )
             except PynixlkvError as error:
                 self._free_words += slots
-                for request in asked:
+                for request, _ in asked:
                     self._fail(request, error)
                 continue
-            self._checks.append(_Check(producer, asked, slots, transfer))
+            for _, source in asked:
+                source.is_checking = True
+            link = asked[0][0].link
+            link.num_checks += 1
+            self._checks.append(_Check(link, asked, slots, transfer))
 
-    def _take_words(self, check: _Check, now: float) -> None:
+    def _take_words(self, check: _Check, now: float) -> bool:
+        """Look at the words of a check; return whether they have come."""
         if not check.transfer.is_quiet:
-            return
+            return False
+        check.link.num_checks -= 1
         error = check.transfer.error
-        for request, slot in zip(check.requests, check.slots, strict=True):
+        for (request, source), slot in zip(check.asked, check.slots, strict=True):
+            source.is_checking = False
+            if request.end is not None:
+                continue
             if error is not None:
                 self._fail(request, error)
                 continue
             found = status(_held(request), int(self._words[slot]))
-            if found is LeaseStatus.HELD:
-                request.unchecked.discard(check.producer)
-            elif found is LeaseStatus.ENDED:
-                self._expire(request, check.producer)
-            else:
+            if found is LeaseStatus.ENDED:
+                self._expire(request, source.producer)
+            elif found is LeaseStatus.UNKNOWN:
                 # The producer's worker has not heard of the lease from its scheduler yet.
-                self._next_check_of[request] = now + _SOON_S
+                source.check_at = now + source.pause
+                source.pause = min(2 * source.pause, _LONGEST_LOOK_S)
+            elif not source.is_granted:
+                source.is_granted = True
+                try:
+                    self._read(request, source, now)
+                except PynixlkvError as failure:
+                    self._fail(request, failure)
+            else:
+                source.is_held = True
         self._free_words += check.slots
+        return True
 
     def _beat(self, now: float) -> float:
         due = self._config.peer_ttl
@@ -486,14 +580,17 @@ class Receiver:
 
     def _send_beats(self, link: Link, now: float) -> None:
         link.next_beat = now + link.beat_interval
-        self._beat_number += 1
         wanted = []
         for request_id in link.requests:
-            request = self._requests.get(request_id)
-            hand_off = request.remote if request is not None else self._waiting[request_id][0]
-            if hand_off.lease is not None:
-                wanted.append((str(hand_off.remote_request_id), hand_off.lease_token))
-        beat = messages.encode(messages.Beat(self._beat_number, wanted))
+            request, waiting = self._requests.get(request_id), self._waiting.get(request_id)
+            if request is not None and request.lease is not None and request.end is None:
+                wanted.append((str(request.remote.remote_request_id), request.lease))
+            elif waiting is not None and waiting.lease is not None:
+                wanted.append((waiting.remote_id, waiting.lease))
+        beats = []
+        for entries in _chunks(wanted) or [[]]:
+            self._beat_number += 1
+            beats.append(messages.encode(messages.Beat(self._beat_number, entries)))
         for producer in link.producers:
             if producer.unanswered >= self._config.missed_heartbeats:
                 error = PeerLostError(
@@ -502,20 +599,16 @@ class Receiver:
                     peer=producer.peer.name,
                 )
                 self._links.drop(link, error)
-                self._lose(link)
                 return
-            producer.unanswered += 1
             try:
-                if not producer.has_answered:
-                    self._attach(producer)
-                self._this.agent.notify(producer.peer, beat)
+                if producer.unanswered:
+                    self._attach(producer)  # it may have missed, or forgotten, this worker
+                for beat in beats:
+                    self._this.agent.notify(producer.peer, beat)
             except PynixlkvError as error:
                 self._links.drop(link, _lost(link, error))
-                self._lose(link)
                 return
-        for request in self._requests.values():
-            for producer in request.pushing if request.link is link else ():
-                self._ask_to_push(request, producer)  # the first, or its answer, may be lost
+            producer.unanswered += 1
 
     def _attach(self, producer: Producer) -> None:
         attach = messages.Attach(self._this.reader, self._this.hello)
@@ -523,16 +616,16 @@ class Receiver:
 
     def _lose(self, link: Link) -> None:
         """End the requests of a dead link."""
+        for request_id in [r for r, waiting in self._waiting.items() if waiting.link is link]:
+            self._forget(request_id)
+        if not link.requests:
+            return
         self._stats.count("peers_lost")
         error = link.error or PeerLostError("the link is dead", peer=link.engine_id)
-        _log.warning("producer engine %s is lost: %s", link.engine_id, error)
+        _log.warning("producer engine %s is lost: %s", link.engine_id, str(error))
         for request in self._requests.values():
             if request.link is link:
-                # A dead producer does not write any more, and cannot say so.
-                request.pushing.clear()
                 self._fail(request, error)
-        for request_id in [r for r, (_, of) in self._waiting.items() if of is link]:
-            del self._waiting[request_id]
 
     # ---- ends
 
@@ -552,7 +645,6 @@ class Receiver:
         self._finish(request, EndState.FAILED, error)
         if isinstance(error, PeerLostError) and request.link.state is LinkState.READY:
             self._links.drop(request.link, error)
-            self._lose(request.link)
 
     def _finish(self, request: _Request, end: EndState, error: Exception | None) -> None:
         """Give a request its end, once; later calls change nothing."""
@@ -561,54 +653,64 @@ class Receiver:
         request.end = end
         request.error = error
         request.step = _Step.DRAINING
-        self._next_check_of.pop(request, None)
+        request.ask_at = 0.0  # who is writing may stop
         for transfer in request.transfers:
             if not transfer.state.is_end:
                 transfer.cancel()
-        if request.pushing:
-            self._tell(request.remote, request.link)  # who is writing may stop
 
     def _close(self, request: _Request, now: float) -> RequestEnd:
         link = request.link
         link.requests.discard(request.id)
         link.last_used = now
-        self._tell(request.remote, link)
         end = request.end
         assert end is not None
+        has_written = end is EndState.RECEIVED and self._config.transfer_mode == "push"
+        self._tell(request.remote, link, only_bystanders=has_written)
         self._stats.ended(end.value, request.error)
         if end is EndState.RECEIVED:
             return RequestEnd(end, None, ())
         _log.warning(
             "request %s from engine %s: %s: %s",
-            request.id, link.engine_id, end.value, request.error,
+            request.id, link.engine_id, end.value, str(request.error),
             extra={"request": request.id, "peer": link.engine_id},
         )  # fmt: skip
         return RequestEnd(end, request.error, request.meta.blocks)
 
-    def _tell(self, hand_off: HandOff, link: Link) -> None:
-        """Let all ranks of the producer know that this reader is done with the request."""
+    def _tell(self, hand_off: HandOff, link: Link, *, only_bystanders: bool = False) -> None:
+        """Let the producer's ranks know that this reader is done with the request.
+
+        Ranks that have written it know already; bystanders are those that nothing is got from.
+        """
+        if link.state is LinkState.CONNECTING:
+            self._releasing.append((hand_off, link))
+            return
+        if link.state is LinkState.DEAD:
+            self._stats.count("releases_lost")  # its leases run out without us
+            return
         lease = hand_off.lease_token if hand_off.lease is not None else None
-        for producer in link.producers if link.state is LinkState.READY else ():
-            entry = str(hand_off.remote_request_id), lease
-            if entry not in self._outbox[producer]:
+        entry = str(hand_off.remote_request_id), lease
+        for producer in link.producers:
+            if not (only_bystanders and producer.plans) and entry not in self._outbox[producer]:
                 self._outbox[producer].append(entry)
 
     def _flush_releases(self) -> None:
-        waiting = []
-        for hand_off, link in self._releasing:
-            if link.state is LinkState.CONNECTING:
-                waiting.append((hand_off, link))
+        releasing, self._releasing = self._releasing, []
+        for hand_off, link in releasing:
             self._tell(hand_off, link)
-        self._releasing = waiting
         outbox, self._outbox = self._outbox, defaultdict(list)
-        for producer, entries in outbox.items():
-            message = messages.Release(self._this.reader, entries)
-            try:
-                self._this.agent.notify(producer.peer, messages.encode(message))
-            except PynixlkvError as error:
-                # The producer's leases run out without us.
-                _log.info("%s could not be told of releases: %s", producer.peer.name, error)
-                self._stats.count("releases_lost")
+        for producer, all_entries in outbox.items():
+            for entries in _chunks(all_entries):
+                message = messages.Release(self._this.reader, entries)
+                try:
+                    self._this.agent.notify(producer.peer, messages.encode(message))
+                except PynixlkvError as error:
+                    # The producer's leases run out without us.
+                    _log.info("%s cannot be told of releases: %s", producer.peer.name, str(error))
+                    self._stats.count("releases_lost")
+
+    def has(self, request_id: str) -> bool:
+        """Whether a request is under way."""
+        return request_id in self._requests
 
     @property
     def num_requests(self) -> int:
@@ -616,16 +718,14 @@ class Receiver:
         return len(self._requests)
 
 
+def _chunks(entries: list[_T]) -> list[list[_T]]:
+    step = messages.MAX_ENTRIES
+    return [entries[i : i + step] for i in range(0, len(entries), step)]
+
+
 def _held(request: _Request) -> Lease:
     assert request.lease is not None  # a pull always has one: HandOff checks
     return request.lease
-
-
-def _ended(fence: Fence) -> bool:
-    try:
-        return fence.done()
-    except Exception:  # it failed; whoever waited for it has been told
-        return True
 
 
 def _lost(link: Link, error: PynixlkvError) -> PeerLostError:

@@ -6,7 +6,8 @@ engine, and talks to the workers by one `ConnectorMetadata` per step and by what
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pynixlkv.connector.config import ConnectorConfig
@@ -18,7 +19,7 @@ from pynixlkv.connector.metadata import (
     ReqMeta,
     RequestInfo,
 )
-from pynixlkv.errors import ConfigError
+from pynixlkv.errors import ConfigError, PoolExhausted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -91,10 +92,13 @@ class ConnectorScheduler:
         self._shape = shape or EngineShape()
         self._config = config or ConnectorConfig()
         self._host_pool = host_pool
+        self._block_sizes = tuple(group.block_size for group in self._groups)
+        self._common_block = math.lcm(*(g.block_size for g in self._groups if g.block_size))
         self._slots = LeaseSlots(self._config.max_leases)
         self._next = ConnectorMetadata()
         self._open: dict[str, HandOff] = {}  # to be fetched; nothing has been decided yet
         self._receiving: dict[str, BlockLists | None] = {}  # and their host blocks
+        self._aborted: set[str] = set()  # still being received
         self._settled: set[str] = set()  # fetched, or never to be
         self._kept: dict[str, _Kept] = {}
 
@@ -170,11 +174,8 @@ class ConnectorScheduler:
         if remote is not None:
             count = min(count, remote)
         if not self._config.partial_blocks:
-            count -= count % self._smallest_block()
+            count -= count % self._common_block
         return count
-
-    def _smallest_block(self) -> int:
-        return max(group.block_size for group in self._groups) or 1
 
     def update_state_after_alloc(
         self,
@@ -203,28 +204,47 @@ class ConnectorScheduler:
         """
         if not request.hand_off.do_remote_prefill or not self._is_open(request):
             return
-        request_id, remote = request.request_id, self._open.pop(request.request_id)
-        self._next.reqs_waiting.pop(request_id, None)
+        request_id, remote = request.request_id, self._open[request.request_id]
         if num_external_tokens == 0:
+            del self._open[request_id]
+            self._next.reqs_waiting.pop(request_id, None)
             self._settled.add(request_id)
             self._next.reqs_to_release[request_id] = remote
             return
         end = num_computed_tokens + num_external_tokens
-        meta = self._cut(blocks, num_computed_tokens, end, remote)
+        meta = self._stage(self._cut(blocks, num_computed_tokens, end))
+        if meta is None:
+            raise PoolExhausted(
+                f"request {request_id!r}: the host blocks that were free when "
+                "get_num_new_matched_tokens was called are not; schedule in the order of the calls"
+            )
+        meta = replace(meta, remote=remote)
+        del self._open[request_id]
+        self._next.reqs_waiting.pop(request_id, None)
         self._receiving[request_id] = meta.host_blocks
         self._next.reqs_to_recv[request_id] = meta
 
-    def _cut(self, blocks: BlockLists, begin: int, end: int, remote: HandOff) -> ReqMeta:
+    def _cut(self, blocks: BlockLists, begin: int, end: int) -> ReqMeta:
         """Return the parts of block tables that positions from begin to end lie in."""
-        tables, starts = [], []
-        for spec, table in zip(self._groups, blocks, strict=True):
-            cut, start = cut_table(spec, table, begin, end)
-            tables.append(cut)
-            starts.append(start)
-        host = None
-        if self._host_pool is not None:
-            host = self._host_pool.allocate([len(table) for table in tables])
-        return ReqMeta(tuple(tables), tuple(starts), end, remote=remote, host_blocks=host)
+        cuts = [
+            cut_table(spec, table, begin, end)
+            for spec, table in zip(self._groups, blocks, strict=True)
+        ]
+        return ReqMeta(
+            blocks=tuple(table for table, _ in cuts),
+            starts=tuple(start for _, start in cuts),
+            num_tokens=end,
+            block_sizes=self._block_sizes,
+        )
+
+    def _stage(self, meta: ReqMeta) -> ReqMeta | None:
+        """Return the same with host blocks, where there are any; None if too few are free."""
+        if self._host_pool is None:
+            return meta
+        counts = [len(table) for table in meta.blocks]
+        if not self._host_pool.has_free(counts):
+            return None
+        return replace(meta, host_blocks=self._host_pool.allocate(counts))
 
     # ---- producer
 
@@ -259,11 +279,6 @@ class ConnectorScheduler:
         """
         request_id = request.request_id
         self._next.reqs_waiting.pop(request_id, None)
-        self._settled.discard(request_id)
-        waiting = self._open.pop(request_id, None)
-        if waiting is not None:  # rejected or aborted before anything was fetched
-            self._next.reqs_to_release[request_id] = waiting
-            return False, None
         if request_id in self._receiving:
             if self._next.reqs_to_recv.pop(request_id, None) is not None:
                 # The workers have not heard of it yet.
@@ -271,7 +286,14 @@ class ConnectorScheduler:
                 self._next.reqs_to_release[request_id] = request.hand_off
                 return False, None
             self._next.reqs_to_abort.add(request_id)
+            self._aborted.add(request_id)
             return True, None
+        self._open.pop(request_id, None)
+        if request_id in self._settled:
+            self._settled.remove(request_id)
+        elif request.hand_off.do_remote_prefill:
+            # Rejected or aborted before anything was fetched.
+            self._next.reqs_to_release[request_id] = request.hand_off
         if not request.hand_off.do_remote_decode:
             return False, None
         self._next.reqs_to_save.pop(request_id, None)
@@ -284,40 +306,31 @@ class ConnectorScheduler:
         self, request: RequestInfo, blocks: BlockLists, num_tokens: int
     ) -> tuple[bool, dict[str, Any] | None]:
         if not self._config.partial_blocks:
-            num_tokens -= num_tokens % self._smallest_block()
+            num_tokens -= num_tokens % self._common_block
         if num_tokens == 0:
             return self._refuse(request, "there is nothing to hand over")
         if self.address is None:
             raise ConfigError("the scheduler's address is not set; hand-offs need to name it")
-        lease = self._slots.take()
-        if lease is None:
+        cut = self._cut(blocks, 0, num_tokens)
+        if not self._slots.num_free:
             return self._refuse(request, "all leases of the producer are taken")
-        cuts = [
-            cut_table(spec, table, 0, num_tokens)
-            for spec, table in zip(self._groups, blocks, strict=True)
-        ]
-        tables = tuple(table for table, _ in cuts)
-        starts = tuple(start for _, start in cuts)
-        host = None
-        if self._host_pool is not None:
-            counts = [len(table) for table in tables]
-            if not self._host_pool.has_free(counts):
-                self._slots.give_back(lease)
-                return self._refuse(request, "the producer's host blocks are all in use")
-            host = self._host_pool.allocate(counts)
+        staged = self._stage(cut)
+        lease = self._slots.take() if staged is not None else None
+        if staged is None or lease is None:
+            return self._refuse(request, "the producer's host blocks are all in use")
         group = request.hand_off.sibling_group
-        self._kept[request.request_id] = _Kept(lease, host)
-        self._next.reqs_to_send[request.request_id] = ReqMeta(
-            tables, starts, num_tokens, lease=lease, sibling_group=group, host_blocks=host
-        )
+        meta = replace(staged, lease=lease, sibling_group=group)
+        self._kept[request.request_id] = _Kept(lease, meta.host_blocks)
+        self._next.reqs_to_send[request.request_id] = meta
         params = HandOff(
             do_remote_prefill=True,
             remote_engine_id=self.engine_id,
             remote_request_id=request.request_id,
             remote_host=self.address[0],
             remote_port=self.address[1],
-            remote_block_ids=host or tables,
-            remote_starts=starts,
+            remote_block_ids=meta.host_blocks or meta.blocks,
+            remote_starts=meta.starts,
+            remote_block_sizes=meta.block_sizes,
             remote_num_tokens=num_tokens,
             tp_size=self._shape.tp,
             pp_size=self._shape.pp,
@@ -345,16 +358,27 @@ class ConnectorScheduler:
         num_computed_tokens : int
             Tokens whose KV will be in the blocks after the step.
         """
-        if request.hand_off.do_remote_decode and self._config.transfer_mode == "push":
-            cuts = [
-                cut_table(spec, table, 0, num_computed_tokens)
-                for spec, table in zip(self._groups, blocks, strict=True)
-            ]
-            self._next.reqs_to_save[request.request_id] = ReqMeta(
-                tuple(table for table, _ in cuts),
-                tuple(start for _, start in cuts),
-                num_computed_tokens,
-            )
+        if (
+            request.hand_off.do_remote_decode
+            and self._config.transfer_mode == "push"
+            and self._host_pool is None  # what is staged goes out when it is whole
+        ):
+            self._next.reqs_to_save[request.request_id] = self._cut(blocks, 0, num_computed_tokens)
+
+    def request_preempted(self, request_id: str) -> None:
+        """Take notice that the blocks of a request that runs have been taken away.
+
+        Layers of it that were pushed as they finished are pushed again, when they have been
+        computed again. Call it before `build_connector_meta` of the step in which the blocks may
+        have a new use.
+
+        Parameters
+        ----------
+        request_id : str
+            The request.
+        """
+        self._next.reqs_to_save.pop(request_id, None)
+        self._next.reqs_preempted.add(request_id)
 
     # ---- each step
 
@@ -385,7 +409,10 @@ class ConnectorScheduler:
         for request_id in (*received, *failed):
             if request_id in self._receiving:
                 self._free_host(self._receiving.pop(request_id))
-                self._settled.add(request_id)
+                if request_id in self._aborted:
+                    self._aborted.remove(request_id)  # nothing is asked of it any more
+                else:
+                    self._settled.add(request_id)
 
     def _free_host(self, blocks: BlockLists | None) -> None:
         if blocks is not None and self._host_pool is not None:

@@ -8,6 +8,7 @@ may the engine reuse the blocks. What is being written out of the blocks is quie
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from pynixlkv.connector import messages, pairing
+from pynixlkv.connector.fences import has_ended
 from pynixlkv.connector.links import split
 from pynixlkv.connector.messages import LeaseStatus
 from pynixlkv.connector.tables import by_group
@@ -28,10 +30,11 @@ if TYPE_CHECKING:
 
     from pynixlkv.agent import Peer, Transfer
     from pynixlkv.connector.config import ConnectorConfig
+    from pynixlkv.connector.fences import Fence
     from pynixlkv.connector.leases import LeaseTable
     from pynixlkv.connector.links import Local
-    from pynixlkv.connector.metadata import BlockLists, EngineShape, Lease, Rank, ReqMeta
-    from pynixlkv.connector.receiver import Fence
+    from pynixlkv.connector.metadata import EngineShape, Lease, Rank, ReqMeta
+    from pynixlkv.connector.peers import Peers
     from pynixlkv.connector.stats import ConnectorStats
     from pynixlkv.geometry import Geometry
 
@@ -40,6 +43,8 @@ __all__ = ["Consumer", "Sender"]
 _log = logging.getLogger(__name__)
 
 _SOON_S = 0.001
+_ATTACHED = messages.BeatAck(0, [])
+"""Lets a reader know that it can be answered."""
 _MAX_REMEMBERED = 4096
 """How much of each kind a stranger can make us remember."""
 
@@ -61,12 +66,15 @@ class _Recent(OrderedDict[_K, _V]):
 class Consumer:
     """A reader that has attached: how to answer it, and what to write where."""
 
-    reader: messages.Reader
+    attach: messages.Attach
     peer: Peer
     geometry: Geometry
     parts: list[pairing.Part]
-    plans: dict[tuple[int, tuple[int, ...]], TransferPlan] = field(default_factory=dict)
-    """By index of the part, and layers."""
+    plans: dict[tuple[int, tuple[int, ...], tuple[str, ...]], TransferPlan] = field(
+        default_factory=dict
+    )
+    """By index of the part, layers, and groups."""
+    last_heard: float = 0.0
 
 
 @dataclass(eq=False)
@@ -74,11 +82,14 @@ class _Push:
     """Writing one request into the blocks of one reader."""
 
     agent: str
+    consumer: Consumer
     message: messages.Push
     deadline: float
     pushed: dict[tuple[int, int], int] = field(default_factory=dict)
     """By part and layer: tokens up to this position are written, or on the way."""
     transfers: list[Transfer] = field(default_factory=list)
+    void: list[Transfer] = field(default_factory=list)
+    """Writes of what was in the blocks before the request was preempted."""
     is_complete: bool = False
     """All that there is has been handed to the agent."""
     error: str = ""
@@ -94,11 +105,13 @@ class _Kept:
     lease: Lease
     deadline: float
     fence: Fence | None
+    """What must be done before readers may see the blocks, and before they may be reused."""
+    is_staged: bool = False
     granted: bool = False
     released_by: dict[str, set[Rank]] = field(default_factory=lambda: defaultdict(set))
     """Ranks that are done, by consumer engine."""
     ending: str = ""
-    """Why the lease ends; the blocks are let go when its pushes are quiet."""
+    """Why the lease ends; the blocks are let go when all that uses them is quiet."""
 
 
 class Sender:
@@ -112,12 +125,14 @@ class Sender:
         The words that readers check.
     submit : callable
         Runs a function on another thread and returns its future.
+    peers : Peers
+        Connects to readers.
     config : ConnectorConfig
         Times and mode.
     stats : ConnectorStats
         Counts what happens.
     stage_out : callable, optional
-        Begins to copy device blocks to the host: ``(device blocks, host blocks) -> Fence``.
+        Begins to copy a request's device blocks to the host.
     """
 
     def __init__(
@@ -125,26 +140,28 @@ class Sender:
         this: Local,
         table: LeaseTable,
         submit: Callable[[Callable[[], Consumer]], Future[Consumer]],
+        peers: Peers,
         config: ConnectorConfig,
         stats: ConnectorStats,
-        stage_out: Callable[[BlockLists, BlockLists], Fence] | None = None,
+        stage_out: Callable[[ReqMeta], Fence] | None = None,
     ) -> None:
         self._this = this
         self._groups = {group.name: group for group in this.cache.groups}
         self._table = table
         self._submit = submit
+        self._peers = peers
         self._config = config
         self._stats = stats
         self._stage_out = stage_out
         self._saving: dict[str, ReqMeta] = {}
         self._kept: dict[str, _Kept] = {}
         self._siblings: dict[str, set[str]] = defaultdict(set)
-        self._consumers: dict[str, Consumer] = {}
+        self._consumers: OrderedDict[str, Consumer] = OrderedDict()  # the last heard is the last
         self._attaching: dict[str, Future[Consumer]] = {}
-        self._pushes: dict[tuple[str, str], _Push] = {}
-        self._pushes_of: dict[str, set[tuple[str, str]]] = defaultdict(set)
+        self._pushes: dict[tuple[str, int], _Push] = {}  # by agent and ticket
+        self._pushes_of: dict[str, set[tuple[str, int]]] = defaultdict(set)
         self._early_releases: _Recent[str, list[tuple[messages.Reader, Lease | None]]] = _Recent()
-        self._answers: _Recent[tuple[str, str, Lease | None], messages.PushEnd] = _Recent()
+        self._answers: _Recent[tuple[str, int], messages.PushEnd] = _Recent()
         self._over: _Recent[str, str] = _Recent()  # why these are not, or no longer, to be had
         self._num_readers: _Recent[EngineShape, int] = _Recent()
 
@@ -154,19 +171,28 @@ class Sender:
         """Take the requests of this step, whose layers can be pushed as they finish."""
         self._saving = dict(requests)
 
+    def restart(self, request_id: str) -> None:
+        """Write a request anew, whose blocks have been taken away: it is computed again."""
+        self._saving.pop(request_id, None)
+        for push in self._of(request_id):
+            for transfer in push.transfers:
+                if not transfer.state.is_end:
+                    transfer.cancel()
+            push.void += push.transfers
+            push.transfers = []
+            push.pushed.clear()
+
     def layer_done(self, layer: int) -> None:
         """Push a layer of all that runs in this step: it is in the cache."""
         for request_id, meta in self._saving.items():
             for push in self._of(request_id):
-                if push.agent in self._consumers and not push.error:
+                if not push.error:
                     self._try_write(push, meta, layer)
 
     def keep(self, request_id: str, meta: ReqMeta, fence: Fence | None, now: float) -> None:
         """Keep a request under its lease, which readers see once `fence` says so."""
         if meta.lease is None or request_id in self._kept:
             raise PlanError(f"request {request_id!r} cannot be kept (again), or has no lease")
-        if self._stage_out is not None and meta.host_blocks is not None:
-            fence = self._stage_out(meta.blocks, meta.host_blocks)
         self._saving.pop(request_id, None)
         self._kept[request_id] = _Kept(
             request_id, meta, meta.lease, now + self._config.lease_duration, fence
@@ -194,26 +220,37 @@ class Sender:
     def on_attach(self, agent: str, message: messages.Attach) -> None:
         """Connect to a reader that says how it is reached."""
         known = self._consumers.get(agent)
-        if known is not None and known.reader == message.reader and known.peer.is_connected:
-            return
-        if agent not in self._attaching:
+        if known is not None and known.attach == message and known.peer.is_connected:
+            self._answer(agent, _ATTACHED)
+        elif agent not in self._attaching:
             self._attaching[agent] = self._submit(lambda: self._attach(agent, message))
 
     def _attach(self, agent: str, message: messages.Attach) -> Consumer:
         """Connect to a reader; runs on another thread, and blocks."""
-        peer = self._this.agent.connect(message.hello)
-        if peer.name != agent:
-            raise HandshakeError(f"agent {agent!r} attached with the hello of {peer.name!r}")
-        theirs, _ = split(peer)
-        me, reader = self._this.reader, message.reader
-        parts = pairing.parts(
-            theirs, reader.rank, reader.shape, self._this.cache, me.rank, me.shape
-        )
-        return Consumer(reader, peer, theirs, parts)
+        peer = self._peers.connect(message.hello)
+        try:
+            if peer.name != agent:
+                raise HandshakeError(f"agent {agent!r} attached with the hello of {peer.name!r}")
+            theirs, _ = split(peer)
+            me, reader = self._this.reader, message.reader
+            parts = pairing.parts(
+                theirs, reader.rank, reader.shape, self._this.cache, me.rank, me.shape
+            )
+        except BaseException:
+            self._peers.release(peer)
+            raise
+        return Consumer(message, peer, theirs, parts)
 
-    def is_consumer(self, agent: str) -> bool:
-        """Whether a reader of that name is attached."""
-        return agent in self._consumers
+    def _forget(self, agent: str) -> None:
+        """Let go of a consumer; if it lives, it attaches again."""
+        self._peers.release(self._consumers.pop(agent).peer)
+
+    def on_any(self, agent: str, now: float) -> None:
+        """Note that something has come from an agent."""
+        consumer = self._consumers.get(agent)
+        if consumer is not None:
+            consumer.last_heard = now
+            self._consumers.move_to_end(agent)
 
     def on_beat(self, agent: str, message: messages.Beat, now: float) -> None:
         """Extend the leases of what a reader still wants, and answer it."""
@@ -231,24 +268,30 @@ class Sender:
 
     def on_release(self, message: messages.Release) -> None:
         """Take a reader's word that it is done with requests."""
+        reader = message.reader
+        in_shape = 0 <= reader.rank[0] < reader.shape.pp and 0 <= reader.rank[1] < reader.shape.tp
+        # Only who did not wait for the prefill's end does not know the lease.
+        if not in_shape or (self._config.transfer_mode == "pull" and _lacks_lease(message)):
+            self._stats.count("foreign_notifications")
+            return
+        self._readers_of(reader.shape)  # raises if no engine of such a shape can read from this one
         for request_id, lease in message.requests:
-            self._release(message.reader, request_id, lease)
+            self._release(reader, request_id, lease)
 
     def _release(self, reader: messages.Reader, request_id: str, lease: Lease | None) -> None:
-        for push in self._of(request_id):
-            if push.message.reader == reader and not push.error:
-                self._stop(push, "the reader gave the request up")
         kept = self._kept.get(request_id)
         if kept is None or (lease is not None and kept.lease != lease):
             if request_id in self._over or (
                 lease is not None and self._table.status(lease) is LeaseStatus.ENDED
             ):
                 self._stats.count("late_notifications")
-            else:
+                return
+            early = self._early_releases.get(request_id, [])
+            if (reader, lease) in early:
+                self._stats.count("duplicate_notifications")
+            elif len(early) < _MAX_REMEMBERED:
                 self._stats.count("early_notifications")
-                self._early_releases.put(
-                    request_id, [*self._early_releases.get(request_id, ()), (reader, lease)]
-                )
+                self._early_releases.put(request_id, [*early, (reader, lease)])
             return
         ranks = kept.released_by[reader.engine_id]
         if reader.rank in ranks:
@@ -269,26 +312,28 @@ class Sender:
 
     def on_push(self, agent: str, message: messages.Push, now: float) -> None:
         """Take a reader's wish to have a request written into its blocks."""
-        key = agent, message.consumer_id
-        answer = self._answers.get((*key, message.lease))
+        key = agent, message.ticket
+        answer = self._answers.get(key)
         known = self._pushes.get(key)
         if answer is not None:
             self._stats.count("duplicate_notifications")
             self._answer(agent, answer)
             return
-        if known is not None and known.message.lease == message.lease:
+        if known is not None:
             known.deadline = now + self._config.lease_duration
             kept = self._kept.get(message.request_id)
             if kept is not None:
                 kept.deadline = now + self._config.lease_duration
             self._stats.count("duplicate_notifications")
             return
-        push = _Push(agent, message, now + self._config.lease_duration)
-        if known is None:
-            self._pushes[key] = push
-            self._pushes_of[message.request_id].add(key)
-        else:
-            push.error = "the reader has another push of this name under way"
+        consumer = self._consumers.get(agent)
+        if consumer is None or consumer.attach.reader != message.reader:
+            # It attaches, and asks, again.
+            self._stats.count("unanswered_notifications")
+            return
+        push = _Push(agent, consumer, message, now + self._config.lease_duration)
+        self._pushes[key] = push
+        self._pushes_of[message.request_id].add(key)
         lease, request_id = message.lease, message.request_id
         kept = self._kept.get(request_id)
         releases = self._early_releases.get(request_id, ())
@@ -305,6 +350,18 @@ class Sender:
         elif kept is None and lease and self._table.status(lease) is LeaseStatus.ENDED:
             push.error, push.expired = "its lease is over", True
 
+    def on_stop(self, agent: str, message: messages.Stop) -> None:
+        """Take a reader's wish to hear that nothing of a push moves any more."""
+        key = agent, message.ticket
+        push = self._pushes.get(key)
+        if push is not None:
+            if not push.error:
+                self._stop(push, "the reader gave the request up")
+            return
+        if key not in self._answers:  # its push was lost, or comes yet
+            self._answers.put(key, messages.PushEnd(message.ticket, False, "it was never asked"))
+        self._answer(agent, self._answers[key])
+
     def _of(self, request_id: str) -> list[_Push]:
         return [self._pushes[key] for key in self._pushes_of.get(request_id, ())]
 
@@ -318,7 +375,7 @@ class Sender:
         float
             Seconds until it must be called again, whatever happens.
         """
-        self._settle_attaching()
+        self._settle_attaching(now)
         due = float("inf")
         for push in list(self._pushes.values()):
             due = min(due, self._advance(push, now))
@@ -327,23 +384,37 @@ class Sender:
                 due = min(due, self._grant(kept))
             if now >= kept.deadline:
                 self._end(kept, "expired")
-            if kept.ending and not self._of(kept.id):
+            if not kept.ending:
+                due = min(due, kept.deadline - now)
+            elif kept.fence is not None and not has_ended(kept.fence):
+                due = min(due, _SOON_S)
+            elif not self._of(kept.id):
                 self._let_go(kept)
                 sent.add(kept.id)
-            else:
-                due = min(due, kept.deadline - now)
+        while self._consumers:
+            agent, consumer = next(iter(self._consumers.items()))
+            if now - consumer.last_heard <= self._config.peer_ttl or self._writes_to(agent):
+                break
+            self._forget(agent)
         return max(due, 0.0)
 
-    def _settle_attaching(self) -> None:
+    def _writes_to(self, agent: str) -> bool:
+        return any(push.agent == agent for push in self._pushes.values())
+
+    def _settle_attaching(self, now: float) -> None:
         for agent, future in list(self._attaching.items()):
             if not future.done():
                 continue
             del self._attaching[agent]
             error = future.exception()
             if error is None:
+                if agent in self._consumers:
+                    self._forget(agent)
                 self._consumers[agent] = future.result()
+                self.on_any(agent, now)
+                self._answer(agent, _ATTACHED)
             else:
-                _log.warning("consumer %s cannot be reached: %s", agent, error)
+                _log.warning("consumer %s cannot be reached: %s", agent, str(error))
                 self._stats.count("attach_failures")
 
     def _grant(self, kept: _Kept) -> float:
@@ -351,27 +422,36 @@ class Sender:
         try:
             if kept.fence is not None and not kept.fence.done():
                 return _SOON_S
+            host = kept.meta.host_blocks
+            if self._stage_out is not None and host is not None and not kept.is_staged:
+                kept.is_staged = True
+                kept.fence = self._stage_out(kept.meta)
+                if not kept.fence.done():
+                    return _SOON_S
             self._table.grant(kept.lease)
         except Exception as error:
-            _log.exception("request %s cannot be sent", kept.id)
-            self._end(kept, str(error))
+            _log.warning("request %s cannot be sent: %s", kept.id, str(error))
+            self._end(kept, str(error) or type(error).__name__)
             return 0.0
         kept.granted = True
         kept.fence = None
-        return float("inf")
+        return 0.0  # its pushes can go on
 
     def _advance(self, push: _Push, now: float) -> float:
         message = push.message
         kept = self._kept.get(message.request_id)
         if not push.error:
-            if kept is not None and kept.ending:
+            if self._consumers.get(push.agent) is not push.consumer:
+                self._stop(push, "the reader is gone, or has a new life")
+            elif kept is not None and kept.ending:
                 self._stop(push, f"its lease is over: {kept.ending}")
                 push.expired = kept.ending == "expired"
-            elif kept is not None and kept.granted and push.agent in self._consumers:
+            elif kept is not None and kept.granted:
                 if not push.is_complete:
                     self._try_write(push, kept.meta, None)
             elif now >= push.deadline:
                 self._stop(push, f"no request {message.request_id!r} has come to be sent")
+        push.void = [transfer for transfer in push.void if not transfer.is_quiet]
         for transfer in push.transfers:
             state = transfer.state
             if state.is_end and state is not TransferState.DONE and not push.error:
@@ -381,20 +461,22 @@ class Sender:
             return max(push.deadline - now, 0.0)
         if not push.error and any(t.state is not TransferState.DONE for t in push.transfers):
             return self._config.transfer_timeout
-        if any(not t.is_quiet for t in push.transfers):
+        if push.void or any(not t.is_quiet for t in push.transfers):
             return self._config.transfer_timeout
         self._conclude(push)
         return 0.0
 
     def _try_write(self, push: _Push, meta: ReqMeta, layer: int | None) -> None:
+        if push.void:
+            return  # what is written now must not be overwritten by older writes
         try:
-            self._write(push, self._consumers[push.agent], meta, layer)
+            self._write(push, meta, layer)
         except Exception as error:  # it ends this push and no other
             self._stop(push, str(error))
 
-    def _write(self, push: _Push, consumer: Consumer, meta: ReqMeta, layer: int | None) -> None:
+    def _write(self, push: _Push, meta: ReqMeta, layer: int | None) -> None:
         """Write what is there and not yet written: of one layer, or, at the end, of all."""
-        message = push.message
+        consumer, message = push.consumer, push.message
         table_of = self._this.table_of
         theirs, their_starts = by_group(
             consumer.geometry.groups, table_of, message.blocks, message.starts, message.block_sizes
@@ -406,9 +488,9 @@ class Sender:
             meta.starts,
             meta.block_sizes,
         )
-        num_tokens = min(meta.num_tokens, message.num_tokens)
         if layer is None and meta.num_tokens < message.num_tokens:
             raise PlanError(f"{meta.num_tokens} tokens are here, {message.num_tokens} are wanted")
+        num_tokens = min(meta.num_tokens, message.num_tokens)
         for index, part in enumerate(consumer.parts):
             if layer is not None and not all(self._groups[g].block_size for g in part.groups):
                 continue  # state is whole only at the end
@@ -416,9 +498,14 @@ class Sender:
             for wanted in part.layers if layer is None else {layer} & set(part.layers):
                 by_position[push.pushed.get((index, wanted), 0)].append(wanted)
             for position, layers in by_position.items():
-                if position >= num_tokens:
-                    continue
                 moved = self._with_layers(part.groups, layers)
+                end = num_tokens
+                if end < message.num_tokens:
+                    # The rest of a block comes later: what is not whole waits for it.
+                    end -= end % math.lcm(*(self._groups[name].block_tokens for name in moved))
+                moved = [name for name in moved if their_starts[name] < end]
+                if position >= end or not moved:
+                    continue
                 tables, starts = {}, {}
                 for name in moved:
                     if our_starts[name] > their_starts[name]:
@@ -437,12 +524,12 @@ class Sender:
                         tables,
                         {name: theirs[name] for name in moved},
                         timeout=self._config.transfer_timeout,
-                        num_tokens=dict.fromkeys(moved, num_tokens),
+                        num_tokens=dict.fromkeys(moved, end),
                         local_start=starts,
                         remote_start={name: their_starts[name] for name in moved},
                     )
                 )
-                push.pushed.update({(index, wanted): num_tokens for wanted in layers})
+                push.pushed.update({(index, wanted): end for wanted in layers})
         push.is_complete = layer is None
 
     def _plan(
@@ -453,9 +540,10 @@ class Sender:
         groups: list[str],
         layers: tuple[int, ...],
     ) -> TransferPlan:
-        plan = consumer.plans.get((index, layers))
+        key = index, layers, tuple(groups)
+        plan = consumer.plans.get(key)
         if plan is None:
-            plan = consumer.plans[index, layers] = TransferPlan(
+            plan = consumer.plans[key] = TransferPlan(
                 self._this.cache,
                 consumer.geometry,
                 groups=groups,
@@ -476,13 +564,13 @@ class Sender:
 
     def _conclude(self, push: _Push) -> None:
         """Tell the reader how a push went, of which nothing moves any more."""
-        message, key = push.message, (push.agent, push.message.consumer_id)
+        message, key = push.message, (push.agent, push.message.ticket)
         del self._pushes[key]
         self._pushes_of[message.request_id].discard(key)
         if not self._pushes_of[message.request_id]:
             del self._pushes_of[message.request_id]
-        end = messages.PushEnd(message.consumer_id, message.lease, push.expired, push.error)
-        self._answers.put((*key, message.lease), end)
+        end = messages.PushEnd(message.ticket, push.expired, push.error)
+        self._answers.put(key, end)
         self._answer(push.agent, end)
         if not push.error:
             for transfer in push.transfers:
@@ -520,5 +608,9 @@ class Sender:
         try:
             self._this.agent.notify(consumer.peer, messages.encode(message))
         except PynixlkvError as error:
-            _log.info("consumer %s could not be told: %s", agent, error)
-            del self._consumers[agent]
+            _log.info("consumer %s could not be told: %s", agent, str(error))
+            self._forget(agent)
+
+
+def _lacks_lease(message: messages.Release) -> bool:
+    return any(lease is None for _, lease in message.requests)

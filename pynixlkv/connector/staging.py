@@ -10,11 +10,11 @@ a `Fence`. `HostStaging` knows which host blocks hold, whole, what their device 
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import numpy as np
 
+from pynixlkv.connector.fences import Fence, has_ended
 from pynixlkv.connector.hostpool import HostBlockPool
 from pynixlkv.errors import ConfigError, NotStagedError, PlanError, StateError
 
@@ -40,18 +40,6 @@ Direction: TypeAlias = Literal["d2h", "h2d"]
 _NO_BLOCK = -1
 
 
-class Fence(Protocol):
-    """A copy under way."""
-
-    def done(self) -> bool:
-        """Return whether it has ended; raise if it has failed. Does not block."""
-        ...
-
-    def wait(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds; return or raise as `done` does."""
-        ...
-
-
 class CopyFunction(Protocol):
     """Starts the copies of some blocks, of all layers."""
 
@@ -68,7 +56,6 @@ class _Copy:
     def __init__(self) -> None:
         self._fence: Fence | None = None
         self._error: Exception | None = None
-        self._started = threading.Event()
 
     def start(self, copy: CopyFunction, direction: Direction, *tables: BlockLists) -> None:
         try:
@@ -76,26 +63,11 @@ class _Copy:
         except Exception as error:
             self._error = error
             raise
-        finally:
-            self._started.set()
 
     def done(self) -> bool:
         if self._error is not None:
             raise self._error
         return self._fence is not None and self._fence.done()
-
-    def wait(self, timeout: float) -> bool:
-        deadline = time.monotonic() + timeout
-        if not self._started.wait(timeout) or self._fence is None:
-            return self.done()
-        return self._fence.wait(max(deadline - time.monotonic(), 0.0))
-
-    def has_ended(self) -> bool:
-        """Whether it moves nothing any more, well or not."""
-        try:
-            return self.done()
-        except Exception:  # of the engine's fence: whoever waits for it gets to see it
-            return True
 
 
 class _Group:
@@ -288,7 +260,7 @@ class HostStaging:
                         f"group {group.name!r}: {device.size} device blocks and {host.size} host "
                         "blocks; expected equal numbers, and each block that is written once"
                     )
-                busy = [c for c in set(group.copies[host].tolist()) if c and not c.has_ended()]
+                busy = [c for c in set(group.copies[host].tolist()) if c and not has_ended(c)]
                 if busy:
                     raise StateError(
                         f"a copy of some of the host blocks {host[:8].tolist()} of group "

@@ -15,14 +15,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
+
 from pynixlkv.connector import messages
 from pynixlkv.connector.config import ConnectorConfig
 from pynixlkv.connector.leases import LeaseTable, make_words
 from pynixlkv.connector.links import Links, Local
 from pynixlkv.connector.metadata import AgentMetadata, ConnectorMetadata, EndState, EngineShape
+from pynixlkv.connector.peers import Peers
 from pynixlkv.connector.receiver import Receiver, RequestEnd
 from pynixlkv.connector.sender import Sender
 from pynixlkv.connector.stats import ConnectorStats
+from pynixlkv.connector.tables import by_group
 from pynixlkv.errors import ClosedError, ConfigError, HandshakeError, PynixlkvError, StateError
 
 if TYPE_CHECKING:
@@ -30,10 +34,10 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from pynixlkv.agent import Agent, Peer
+    from pynixlkv.agent import Agent
+    from pynixlkv.connector.fences import Fence
     from pynixlkv.connector.links import Fetch
-    from pynixlkv.connector.metadata import Rank
-    from pynixlkv.connector.receiver import Fence
+    from pynixlkv.connector.metadata import BlockLists, Rank, ReqMeta
     from pynixlkv.connector.staging import HostStaging
     from pynixlkv.geometry import KVCache
 
@@ -71,6 +75,27 @@ class Finished:
 
     def __bool__(self) -> bool:
         return bool(self.sent or self.received or self.failed)
+
+
+def _stage_in(staging: HostStaging, this: Local, meta: ReqMeta) -> Fence:
+    return staging.stage_in(*_staged_tables(this, meta))
+
+
+def _stage_out(staging: HostStaging, this: Local, meta: ReqMeta) -> Fence:
+    host, device = _staged_tables(this, meta)
+    return staging.stage_out(device, host)
+
+
+def _staged_tables(this: Local, meta: ReqMeta) -> tuple[BlockLists, BlockLists]:
+    """Return a request's host and device blocks, one table for each group of the caches."""
+    host, device = (
+        by_group(this.cache.groups, this.table_of, blocks, meta.starts, meta.block_sizes)[0]
+        for blocks in (meta.host_blocks or (), meta.blocks)
+    )
+    return (
+        tuple(tuple(np.asarray(table).tolist()) for table in host.values()),
+        tuple(tuple(np.asarray(table).tolist()) for table in device.values()),
+    )
 
 
 def _side_channel(config: ConnectorConfig, secret: bytes | str | None) -> Fetch:
@@ -208,21 +233,22 @@ class ConnectorWorker:
             self._config.max_bytes,
         )
         self._executor = ThreadPoolExecutor(_NUM_HANDSHAKES, "pynixlkv-handshake")
+        peers = Peers(self._agent)
         self._links = Links(
             this,
             self._fetch,
             self._submit,
-            self._disconnect,
+            peers,
             timeout=self._config.handshake_timeout,
             ttl=self._config.peer_ttl,
         )
         self._receiver = Receiver(
             this, words, self._links, self._config, self.stats,
-            stage_in=None if staging is None else staging.stage_in,
+            stage_in=None if staging is None else partial(_stage_in, staging, this),
         )  # fmt: skip
         self._sender = Sender(
-            this, table, self._submit, self._config, self.stats,
-            stage_out=None if staging is None else staging.stage_out,
+            this, table, self._submit, peers, self._config, self.stats,
+            stage_out=None if staging is None else partial(_stage_out, staging, this),
         )  # fmt: skip
         if self._background:
             self._thread = threading.Thread(
@@ -251,19 +277,28 @@ class ConnectorWorker:
 
     def _take(self, metadata: ConnectorMetadata, fence: Fence | None, now: float) -> None:
         receiver, sender = self._receiver, self._sender
-        for request_id, hand_off in metadata.reqs_waiting.items():
-            receiver.wait_for(request_id, hand_off, now)
-        for request_id, meta in metadata.reqs_to_recv.items():
-            receiver.receive(request_id, meta, fence, now)
-        for request_id, hand_off in metadata.reqs_to_release.items():
-            receiver.release(request_id, hand_off, now)
-        for request_id in metadata.reqs_to_abort:
-            receiver.abort(request_id)
-        sender.save(metadata.reqs_to_save)
-        for request_id, why in metadata.reqs_not_sent.items():
-            sender.refuse(request_id, why)
-        for request_id, meta in metadata.reqs_to_send.items():
-            sender.keep(request_id, meta, fence, now)
+        # Each by itself: what is wrong with one request does not concern the others.
+        todo: list[Callable[[], None]] = [
+            *(partial(receiver.wait_for, *item, now) for item in metadata.reqs_waiting.items()),
+            *(partial(self._receive, *item, fence, now) for item in metadata.reqs_to_recv.items()),
+            *(partial(receiver.release, *item, now) for item in metadata.reqs_to_release.items()),
+            *(partial(receiver.abort, request_id) for request_id in metadata.reqs_to_abort),
+            *(partial(sender.restart, request_id) for request_id in metadata.reqs_preempted),
+            partial(sender.save, metadata.reqs_to_save),
+            *(partial(sender.refuse, *item) for item in metadata.reqs_not_sent.items()),
+            *(partial(sender.keep, *item, fence, now) for item in metadata.reqs_to_send.items()),
+        ]
+        for command in todo:
+            self._guard(command)
+
+    def _receive(self, request_id: str, meta: ReqMeta, fence: Fence | None, now: float) -> None:
+        try:
+            self._receiver.receive(request_id, meta, fence, now)
+        except Exception as error:
+            if not self._receiver.has(request_id):  # it must have an end all the same
+                self._ends[request_id] = RequestEnd(EndState.FAILED, error, meta.blocks)
+                self.stats.ended(EndState.FAILED.value, error)
+            raise
 
     def save_kv_layer(self, layer: int) -> None:
         """Tell that a layer of what runs in this step is in the cache, and can be pushed.
@@ -327,11 +362,6 @@ class ConnectorWorker:
         if not self._stopping.is_set():
             self._agent.wake()
 
-    def _disconnect(self, peer: Peer) -> None:
-        # A producer that also reads from us is still needed, unless it is gone for good.
-        if peer.is_connected and not self._sender.is_consumer(peer.name):
-            self._agent.disconnect(peer)
-
     def poll(self) -> float:
         """Do what there is to do; called by the connector's thread, or by tests.
 
@@ -342,9 +372,9 @@ class ConnectorWorker:
         """
         now = self._clock()
         while self._commands:
-            self._guard(self._commands.popleft(), now)
+            self._guard(partial(self._commands.popleft(), now))
         for note in self._agent.notifications():
-            self._guard(partial(self._on_notification, note.peer, note.message), now)
+            self._guard(partial(self._on_notification, note.peer, note.message, now))
         due = min(
             self._receiver.poll(now, self._ends),
             self._sender.poll(now, self._sent),
@@ -365,10 +395,10 @@ class ConnectorWorker:
         self._finished.sent |= self._sent
         self._ends, self._sent = {}, set()
 
-    def _guard(self, command: Callable[[float], None], now: float) -> None:
+    def _guard(self, command: Callable[[], None]) -> None:
         """Run something whose failure must not end the thread."""
         try:
-            command(now)
+            command()
         except Exception:
             _log.exception("a connector command failed")
             self.stats.count("errors")
@@ -378,8 +408,9 @@ class ConnectorWorker:
             message = messages.decode(data)
         except HandshakeError as error:
             self.stats.count("foreign_notifications")
-            _log.warning("a notification of %s was ignored: %s", agent, error)
+            _log.warning("a notification of %s was ignored: %s", agent, str(error))
             return
+        self._sender.on_any(agent, now)
         if isinstance(message, messages.Attach):
             self._sender.on_attach(agent, message)
         elif isinstance(message, messages.Beat):
@@ -388,6 +419,8 @@ class ConnectorWorker:
             self._sender.on_release(message)
         elif isinstance(message, messages.Push):
             self._sender.on_push(agent, message, now)
+        elif isinstance(message, messages.Stop):
+            self._sender.on_stop(agent, message)
         elif isinstance(message, messages.BeatAck):
             self._receiver.on_ack(agent, message)
         else:
@@ -398,8 +431,9 @@ class ConnectorWorker:
         while not self._stopping.is_set():
             try:
                 due = self.poll()
-            except PynixlkvError:
-                # The agent itself fails, as it does when it is closed before its time.
+            except Exception:
+                # The agent itself fails, as it does when it is closed before its time; or it is a
+                # defect, which must not silence the requests that it does not concern.
                 _log.exception("the connector's thread cannot go on for a moment")
                 self.stats.count("errors")
                 due = _LONGEST_PAUSE_S

@@ -681,7 +681,7 @@ class Agent:
         ----------
         descriptors : array_like of int, shape (n, 3)
             Address, length in bytes, device. For files and objects: offset, length, file
-            descriptor or key.
+            descriptor or key; offset 0 and length 0 for the whole of it.
         memory_type : MemoryType or str
             Kind of memory.
         metadata : sequence of str or bytes
@@ -697,7 +697,7 @@ class Agent:
         AlreadyRegisteredError
             If a descriptor is registered or given twice.
         ConfigError
-            For bad shapes, lengths of zero, unknown memory types, backends of another agent.
+            For bad shapes, memory of no length, unknown memory types, backends of another agent.
         NixlError
             If no backend takes the memory.
 

@@ -11,7 +11,10 @@ import datetime
 import enum
 import functools
 import itertools
+import threading
 import weakref
+from array import array
+from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
@@ -299,21 +302,21 @@ def _join_partial(connection: bytes, memory: bytes) -> bytes:
 
 def _as_rows(descs: Sequence[tuple[Any, ...]]) -> Rows:
     """Return the first three of each tuple as (n, 3) uint64; never rounds or wraps around."""
-    if not descs:
-        return np.empty((0, 3), dtype=np.uint64)
-    rows = np.array([desc[:3] for desc in descs])
-    if rows.dtype.kind not in "iu":  # numpy makes floats of numbers on both sides of 2**63
-        rows = np.array([desc[:3] for desc in descs], dtype=object)
-    wrong = rows < 0
-    if rows.dtype == object:
-        wrong = np.vectorize(lambda x: not isinstance(x, int) or not 0 <= x < 1 << 64)(rows)
-    if wrong.any():
-        index, column = (int(i) for i in np.argwhere(wrong)[0])
-        raise ValueError(
-            f"descriptor {index} has the {('address', 'length', 'device')[column]} "
-            f"{descs[index][column]!r}; it must be an int from 0 to 2**64 - 1"
-        )
-    return rows.astype(np.uint64)
+    numbers = itertools.chain.from_iterable(
+        descs if descs and len(descs[0]) == 3 else (desc[:3] for desc in descs)
+    )
+    try:
+        data = array("Q", numbers)
+    except (TypeError, OverflowError):
+        for index, desc in enumerate(descs):
+            for what, number in zip(("address", "length", "device"), desc, strict=False):
+                if not isinstance(number, int | np.integer) or not 0 <= number < 1 << 64:
+                    raise ValueError(
+                        f"descriptor {index} has the {what} {number!r}; it must be an int from 0 "
+                        "to 2**64 - 1"
+                    ) from None
+        raise
+    return np.frombuffer(data, dtype=np.uint64).reshape(-1, 3)
 
 
 class _DescList:
@@ -337,14 +340,16 @@ class _DescList:
         if isinstance(descs, np.ndarray):
             self._rows = self._from_array(descs)
         elif isinstance(descs, list):
-            for desc in descs:
-                self._check(desc)
+            if not all(desc.__class__ is tuple and len(desc) == self._width for desc in descs):
+                for desc in descs:
+                    self._check(desc)
             self._rows = _as_rows(descs)
         else:
             self._rows = np.zeros((int(descs) or init_size, 3), dtype=np.uint64)
         self._count = len(self._rows)
-        extras = [self._extra(desc) for desc in descs] if isinstance(descs, list) else []
-        self._extras: list[Any] = extras or [self._blank] * self._count
+        self._extras: list[Any] = [self._blank] * self._count
+        if isinstance(descs, list) and self._width > 3:
+            self._extras = [self._extra(desc) for desc in descs]
 
     @classmethod
     def _from_array(cls, descs: NDArray[Any]) -> Rows:
@@ -609,6 +614,7 @@ class nixlAgent:
         self._requests: dict[int, nixl.Request] = {}
         self._registrations: dict[_RegistrationKey, list[nixl.Registration]] = {}
         self._unwanted: set[int] = set()
+        self._books = threading.Lock()  # of the registrations
         # Holds what the agent has made, so that all of it is still there when the agent is closed.
         weakref.finalize(
             self, _close, self._agent, self._prepared, self._requests, self._registrations
@@ -654,27 +660,26 @@ class nixlAgent:
         _require(descs, nixlRegDList)
         chosen = self._chosen(backends)
         done: list[_RegistrationKey] = []
-        try:
-            for row, meta in zip(descs.rows, descs._extras, strict=True):
-                key = _registration_key(descs, row)
-                known = self._registrations.setdefault(key, [])
-                if known:
-                    known.append(known[0])
-                else:
-                    known.append(
-                        self._agent.register_mem(
+        with self._books:
+            try:
+                for row, meta in zip(descs.rows, descs._extras, strict=True):
+                    key = _registration_key(descs, row)
+                    if key in self._registrations:
+                        self._registrations[key].append(self._registrations[key][0])
+                    else:
+                        registration = self._agent.register_mem(
                             row[np.newaxis],
                             MemoryType(descs.getType()),
                             metadata=[meta],
                             keepalive=descs._keepalive,
                             backends=chosen,
                         )
-                    )
-                done.append(key)
-        except BaseException:
-            for key in reversed(done):
-                self._deregister(key)
-            raise
+                        self._registrations[key] = [registration]
+                    done.append(key)
+            except BaseException:
+                for key in reversed(done):
+                    self._deregister(key)
+                raise
         return NIXL_SUCCESS
 
     @_raises_nixl()
@@ -686,14 +691,17 @@ class nixlAgent:
         _require(descs, nixlRegDList)
         self._chosen(backends)
         keys = [_registration_key(descs, row) for row in descs.rows]
-        for index, key in enumerate(keys):
-            if len(self._registrations.get(key, ())) < keys[: index + 1].count(key):
-                raise nixlNotFoundError(
-                    f"descriptor {index} {descs[index]!r} is not registered with agent "
-                    f"{self._agent.name!r}; deregister exactly what was registered, and once"
-                )
-        for key in keys:
-            self._deregister(key)
+        asked: Counter[_RegistrationKey] = Counter()
+        with self._books:
+            for index, key in enumerate(keys):
+                asked[key] += 1
+                if len(self._registrations.get(key, ())) < asked[key]:
+                    raise nixlNotFoundError(
+                        f"descriptor {index} {descs[index]!r} is not registered with agent "
+                        f"{self._agent.name!r}; deregister exactly what was registered, and once"
+                    )
+            for key in keys:
+                self._deregister(key)
         return NIXL_SUCCESS
 
     @_raises_nixl()
@@ -741,7 +749,7 @@ class nixlAgent:
     def loadRemoteMD(self, metadata: Text) -> bytes:
         """Load a peer's metadata and return its name as bytes."""
         data = _as_bytes(metadata, "metadata")
-        _FieldReader(data).take(b"Agent")  # NIXL's own check of this comes too late for some bytes
+        _FieldReader(data).take(b"Agent")  # says what is wrong with bytes that are no metadata
         return self._agent.load_remote_md(data).encode()
 
     @_raises_nixl()
@@ -926,8 +934,8 @@ class nixlAgent:
                 f"{request!r} is running and cannot be cancelled; its memory stays in use. Poll it "
                 "until it ends, then release it"
             )
-        del self._requests[reqh]
         self._agent.release_xfer_req(request)
+        self._requests.pop(reqh, None)
         self._release_unwanted()
         return NIXL_SUCCESS
 
@@ -1023,14 +1031,16 @@ class nixlAgent:
     def _release_unwanted(self) -> None:
         """Release the lists that nobody wants, but for those that transfers were made from."""
         for number in list(self._unwanted):
+            prepared = self._prepared.get(number)
             try:
-                self._agent.release_dlist_handle(self._prepared[number])
+                if prepared is not None:
+                    self._agent.release_dlist_handle(prepared)
             except ClosedError:
-                raise
+                pass  # by another thread, just now
             except StateError:
                 continue
-            self._unwanted.remove(number)
-            del self._prepared[number]
+            self._unwanted.discard(number)
+            self._prepared.pop(number, None)
 
 
 def _close(agent: nixl.Agent, *_: object) -> None:

@@ -5,13 +5,52 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 from pynixlkv.errors import ConfigError, StateError
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+
 VARIABLE = "PYNIXLKV_NIXL_API"
-_SUBMODULES = ("_api", "_bindings", "_utils", "logging")
+_SUBMODULES = {"_api": "_api", "_bindings": "_bindings", "_utils": "_utils", "logging": "_logging"}
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Imports a package whose modules are ours.
+
+    Not before it is asked for: vLLM sets an environment variable of UCX ahead of its import of
+    ``nixl``, and not if that is there already.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> ModuleSpec | None:
+        """Return a spec for the package alone; importing it brings its modules."""
+        return ModuleSpec(fullname, self, is_package=True) if fullname == self.name else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave it to the import system."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fill the package, and put its modules where the import system looks first."""
+        for name, ours in _SUBMODULES.items():
+            submodule = importlib.import_module(f"pynixlkv.nixl_api.{ours}")
+            sys.modules[f"{self.name}.{name}"] = submodule
+            for public, value in vars(submodule).items():
+                if not public.startswith("_"):
+                    setattr(module, public, value)
+        for name in _SUBMODULES:
+            setattr(module, name, sys.modules[f"{self.name}.{name}"])
 
 
 def install(name: str = "nixl") -> None:
@@ -33,30 +72,14 @@ def install(name: str = "nixl") -> None:
     A second call does nothing. It acts on this process only: a program that spawns others has to
     call it in each, or set ``PYNIXLKV_NIXL_API=1`` where the program loads vLLM's plugins.
     """
-    present = sys.modules.get(name)
-    if present is not None:
-        if getattr(present, "__pynixlkv__", False):
-            return
+    if any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
+        return
+    if name in sys.modules:
+        origin = getattr(sys.modules[name], "__file__", None)
         raise StateError(
-            f"{name} has been imported from {getattr(present, '__file__', None)}; call install() "
-            "before anything imports it"
+            f"{name} has been imported from {origin}; call install() before anything imports it"
         )
-    package = ModuleType(name, "NIXL's Python API, as pynixlkv.nixl_api offers it.")
-    package.__path__ = []
-    package.__spec__ = ModuleSpec(name, None, is_package=True)
-    vars(package)["__pynixlkv__"] = True
-    modules = {name: package}
-    for submodule in _SUBMODULES:
-        ours = importlib.import_module(
-            f"pynixlkv.nixl_api.{'_logging' if submodule == 'logging' else submodule}"
-        )
-        modules[f"{name}.{submodule}"] = ours
-        setattr(package, submodule, ours)
-        for public in vars(ours):
-            if not public.startswith("_"):
-                setattr(package, public, getattr(ours, public))
-    package.logging = modules[f"{name}.logging"]  # type: ignore[attr-defined]
-    sys.modules.update(modules)
+    sys.meta_path.insert(0, _Finder(name))
 
 
 def install_if_asked() -> None:

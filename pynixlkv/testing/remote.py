@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from pynixlkv.agent import Registration
 from pynixlkv.errors import PynixlkvError
 from pynixlkv.geometry import KVCache
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pynixlkv.agent import Peer
+    from pynixlkv.agent import Peer, Transfer
     from pynixlkv.engine import EngineAgent
     from pynixlkv.testing import FakeNetwork
 
@@ -115,6 +116,9 @@ class Remote(Protocol):
         """Register another buffer, of `random_bytes`, and return its address."""
         ...
 
+    def deregister_more(self) -> None:
+        """Deregister what `register_more` has registered; the buffers stay."""
+
     def pause(self) -> None:
         """Stop taking part, as a stopped process does."""
 
@@ -136,7 +140,8 @@ class _Side:
         self.agent = make(name)
         self.agent.register(self.pool.cache)
         self.peers: dict[str, Peer] = {}
-        self.more: list[object] = []
+        self.more: list[Registration | Transfer] = []
+        self.arrays: list[object] = []
 
     def hello(self) -> bytes:
         return self.agent.hello(self.pool.cache)
@@ -162,8 +167,15 @@ class _Side:
 
     def register_more(self, nbytes: int, seed: int) -> int:
         array = random_bytes(nbytes, seed)
+        self.arrays.append(array)
         self.more.append(self.agent.register(array))
         return int(array.__array_interface__["data"][0])
+
+    def deregister_more(self) -> None:
+        for registration in self.more:
+            if isinstance(registration, Registration):
+                registration.close()
+        self.more.clear()
 
     def start_pulling(self, hello: bytes, address: int, nbytes: int) -> None:
         """Begin to read memory of another agent, and answer while that goes on."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pynixlkv.ucx.batch import Batch, get_batch, put_batch
 from pynixlkv.ucx.binding import (
     Context,
     Endpoint,
+    Listener,
     MemoryHandle,
     RemoteKey,
     Request,
@@ -17,8 +19,10 @@ from pynixlkv.ucx.binding import (
 from pynixlkv.ucx.engine import UcxAgent
 
 __all__ = [
+    "Batch",
     "Context",
     "Endpoint",
+    "Listener",
     "MemoryHandle",
     "RemoteKey",
     "Request",
@@ -26,6 +30,8 @@ __all__ = [
     "Worker",
     "am_send_nbx",
     "flush_nbx",
+    "get_batch",
     "get_nbx",
+    "put_batch",
     "put_nbx",
 ]

@@ -9,16 +9,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
+import sys
 import threading
+import weakref
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pynixlkv import _loader, _native
-from pynixlkv.errors import ClosedError, ConfigError, StateError, TransferTimeout, WireError
+from pynixlkv.errors import (
+    ClosedError,
+    ConfigError,
+    ProtocolVersionError,
+    StateError,
+    TransferTimeout,
+    UcxError,
+    WireError,
+)
 from pynixlkv.types import MemoryType
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Callable, Generator, Mapping
     from types import TracebackType
 
     from typing_extensions import Self
@@ -26,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Context",
     "Endpoint",
+    "Listener",
     "MemoryHandle",
     "RemoteKey",
     "Request",
@@ -37,18 +48,23 @@ __all__ = [
 ]
 
 # What UCX packs has neither length nor checksum, and UCX trusts it: so it travels in an envelope.
-_HEADER = struct.Struct("<8sII")
+_HEADER = struct.Struct("<8sBBB?II")  # magic, UCX's version, big-endian, length, checksum
 _ADDRESS_MAGIC = b"pnkucxA1"
 _KEY_MAGIC = b"pnkucxK1"
 _RANGE = struct.Struct("<QQ")
 _MAX_HEADER_BYTES = 1024
-_MAX_ID = 0xFFFF
+_MAX_ID = 0xFFFF  # of active messages, and of ports
+
+
+def _here() -> tuple[int, int, int, bool]:
+    major, minor, release = (int(part) for part in _loader.load_ucx().version.split("."))
+    return major, minor, release, sys.byteorder == "big"
 
 
 def _seal(magic: bytes, payload: bytes) -> bytes:
-    head = _HEADER.pack(magic, len(payload), 0)
+    head = _HEADER.pack(magic, *_here(), len(payload), 0)
     checksum = zlib.crc32(payload, zlib.crc32(head))
-    return _HEADER.pack(magic, len(payload), checksum) + payload
+    return _HEADER.pack(magic, *_here(), len(payload), checksum) + payload
 
 
 def _unseal(magic: bytes, data: object, what: str) -> bytes:
@@ -56,13 +72,26 @@ def _unseal(magic: bytes, data: object, what: str) -> bytes:
         raise ConfigError(f"{what} must be bytes, not {type(data).__name__}")
     if len(data) < _HEADER.size or data[: len(magic)] != magic:
         raise WireError(f"{what} of {len(data)} bytes does not begin with {magic!r}")
-    _, length, checksum = _HEADER.unpack_from(data)
+    *there, length, checksum = _HEADER.unpack_from(data)[1:]
     payload = data[_HEADER.size :]
     if length != len(payload):
         raise WireError(f"{what} promises {length} bytes and has {len(payload)}")
-    if checksum != zlib.crc32(payload, zlib.crc32(_HEADER.pack(magic, length, 0))):
+    head = data[: _HEADER.size - 4] + bytes(4)
+    if checksum != zlib.crc32(payload, zlib.crc32(head)):
         raise WireError(f"{what} is damaged: its checksum does not fit")
+    local, remote = _describe(*_here()), _describe(*there)
+    if (_here()[:2], _here()[3]) != (tuple(there[:2]), there[3]):
+        raise ProtocolVersionError(
+            f"{what} is of {remote}, this side has {local}; the first two numbers of the version "
+            "and the byte order must agree",
+            local_version=local,
+            remote_version=remote,
+        )
     return payload
+
+
+def _describe(major: int, minor: int, release: int, is_big: bool) -> str:
+    return f"UCX {major}.{minor}.{release} on a {'big' if is_big else 'little'}-endian machine"
 
 
 class Context:
@@ -194,6 +223,33 @@ class MemoryHandle:
         native = self._native
         return _seal(_KEY_MAGIC, _RANGE.pack(native.address, native.nbytes) + native.pack())
 
+    def advise(
+        self, advice: Literal["will_need", "normal"], nbytes: int | None = None, *, offset: int = 0
+    ) -> None:
+        """Tell UCX how the memory will be used; it may prepare it, and may do nothing.
+
+        Parameters
+        ----------
+        advice : {"will_need", "normal"}
+            It is used soon, or there is nothing special about it any more.
+        nbytes : int, optional
+            How many bytes; by default all from the offset on.
+        offset : int
+            Where they begin.
+
+        Raises
+        ------
+        ConfigError
+            If the advice is none of these or the range does not lie inside.
+        UcxError
+            If UCX refuses it.
+        """
+        if advice not in ("will_need", "normal"):
+            raise ConfigError(f"advice must be 'will_need' or 'normal', not {advice!r}")
+        length = self.nbytes - offset if nbytes is None else nbytes
+        _check_range("mapped", offset, length, self.nbytes)
+        self._native.advise(offset, length, advice == "will_need")
+
     def close(self) -> None:
         """Unmap once no request and no view uses it any more. Idempotent."""
         self._memory = None
@@ -216,13 +272,20 @@ class MemoryHandle:
 
 
 class _Awaited:
-    """The requests of one worker that coroutines of one event loop wait for."""
+    """What waits for a worker: coroutines of one event loop, and handlers of failures."""
 
     def __init__(self, native: _native.UcxWorker) -> None:
         self._native = native
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: list[tuple[_native.UcxRequest, asyncio.Future[None]]] = []
+        self._watched: weakref.WeakKeyDictionary[Endpoint, Callable[[str], object]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def watch(self, endpoint: Endpoint, on_failure: Callable[[str], object]) -> None:
+        with self._lock:
+            self._watched[endpoint] = on_failure
 
     async def wait(self, request: _native.UcxRequest) -> None:
         loop = asyncio.get_running_loop()
@@ -254,9 +317,16 @@ class _Awaited:
                 return
 
     def settle(self) -> None:
-        """Wake the coroutines whose requests have ended, whichever thread made the progress."""
+        """Tell those that wait what progress has brought, whichever thread made it."""
         with self._lock:
             waiting, loop = list(self._waiting), self._loop
+            failed = [
+                (self._watched.pop(endpoint), endpoint.failure)
+                for endpoint in list(self._watched)
+                if endpoint.failure
+            ]
+        for on_failure, failure in failed:
+            on_failure(failure)
         for request, future in waiting:
             try:
                 ended = request.check()
@@ -315,6 +385,17 @@ class Worker:
         self._awaited.settle()
         return done
 
+    def spin(self, seconds: float) -> None:
+        """Let UCX work for some time without a pause, for the shortest delay to peers.
+
+        Parameters
+        ----------
+        seconds : float
+            How long.
+        """
+        self._native.spin(seconds)
+        self._awaited.settle()
+
     def arm(self) -> bool:
         """Prepare to sleep on `event_fd`.
 
@@ -352,7 +433,8 @@ class Worker:
         Returns
         -------
         list of (bytes, bytes)
-            Header and data of each, in order per sender.
+            Header and data of each; in order per sender while ``MAX_EAGER_RAILS`` is 1,
+            UCX's default.
 
         Raises
         ------
@@ -372,24 +454,80 @@ class Endpoint:
     worker : Worker
         Of this side.
     address : bytes
-        `Worker.address` of the other side. Untrusted: verified before UCX sees it.
+        `Worker.address` of the other side. Damage is noticed before UCX sees it; a forgery is
+        not, so take it from a channel that you trust.
+    on_failure : callable, optional
+        Called once with UCX's name for what the connection died of, by a thread that makes
+        progress on the worker, after that progress.
 
     Raises
     ------
     WireError
         If the address is damaged or not an address.
+    ProtocolVersionError
+        If it is of another UCX version or byte order.
     UcxError
         If no transport reaches the peer; the message names what to check.
 
     Notes
     -----
-    Returns before the peer is reached. Progress on both sides completes the connection.
+    Returns before the peer is reached; over TCP only with the setting ``TCP_CONN_NB=y``, otherwise
+    UCX waits for the peer's host. Progress on both sides completes the connection.
     """
 
-    def __init__(self, worker: Worker, address: bytes) -> None:
+    def __init__(
+        self, worker: Worker, address: bytes, on_failure: Callable[[str], object] | None = None
+    ) -> None:
         payload = _unseal(_ADDRESS_MAGIC, address, "a UCX worker address")
+        self._set_up(worker, _native.UcxEndpoint(worker._native, payload), on_failure)
+
+    def _set_up(
+        self,
+        worker: Worker,
+        native: _native.UcxEndpoint,
+        on_failure: Callable[[str], object] | None,
+    ) -> Self:
         self._worker = worker
-        self._native = _native.UcxEndpoint(worker._native, payload)
+        self._native = native
+        if on_failure is not None:
+            worker._awaited.watch(self, on_failure)
+        return self
+
+    @classmethod
+    def connect(
+        cls,
+        worker: Worker,
+        ip: str,
+        port: int,
+        on_failure: Callable[[str], object] | None = None,
+    ) -> Self:
+        """Make an endpoint by the socket address of a peer's `Listener`.
+
+        Parameters
+        ----------
+        worker : Worker
+            Of this side.
+        ip : str
+            Numeric address; names are not resolved.
+        port : int
+            `Listener.port` of the other side.
+        on_failure : callable, optional
+            As in the constructor; being rejected is a failure too.
+
+        Returns
+        -------
+        Endpoint
+            At once; the first request fails if the connection cannot be made.
+
+        Raises
+        ------
+        ConfigError
+            If it is not an address and a port.
+        UcxError
+            If no transport of ``UCX_TLS`` connects by socket address.
+        """
+        native = _native.UcxEndpoint.connect(worker._native, ip, _checked_port(port, least=1))
+        return cls.__new__(cls)._set_up(worker, native, on_failure)
 
     @property
     def worker(self) -> Worker:
@@ -406,10 +544,109 @@ class Endpoint:
         """Requests that were dropped before they ended, and still have not."""
         return self._native.num_parked
 
-    def close(self) -> None:
-        """Close without asking the peer; what is under way ends with an error. Idempotent."""
+    def close(self, timeout: float = 0.0) -> bool:
+        """Close; what is still under way then ends with an error. Idempotent.
+
+        Parameters
+        ----------
+        timeout : float
+            Longest wait in seconds for what is under way to be complete at the peer, which needs
+            the peer's progress. 0 closes without asking it.
+
+        Returns
+        -------
+        bool
+            Whether all is known to be complete at the peer; False with a timeout of 0, or if it
+            was closed before.
+        """
+        complete = False
+        if timeout > 0:
+            with contextlib.suppress(ClosedError, TransferTimeout, UcxError):
+                flush_nbx(self).wait(timeout)
+                complete = True
         self._native.close()
         self._worker._awaited.settle()
+        return complete
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Listener:
+    """Waits for peers that connect by socket address, with `Endpoint.connect`.
+
+    Parameters
+    ----------
+    worker : Worker
+        Whose endpoints are made; it must make progress for a request to arrive.
+    ip : str
+        Numeric address of this host.
+    port : int
+        0 lets the system choose one.
+
+    Raises
+    ------
+    ConfigError
+        If it is not an address and a port.
+    UcxError
+        If UCX cannot listen there.
+
+    Notes
+    -----
+    Whoever connects is accepted unseen: UCX knows no secrets. `Worker.address`, handed over a
+    channel that you trust, tells peers apart.
+    """
+
+    def __init__(self, worker: Worker, ip: str = "127.0.0.1", port: int = 0) -> None:
+        self._worker = worker
+        self._native = _native.UcxListener(worker._native, ip, _checked_port(port, least=0))
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self._native.port
+
+    def accept(
+        self, timeout: float, on_failure: Callable[[str], object] | None = None
+    ) -> Endpoint | None:
+        """Accept the peer that has waited longest.
+
+        Parameters
+        ----------
+        timeout : float
+            Longest wait in seconds for one to come.
+        on_failure : callable, optional
+            As in `Endpoint`.
+
+        Returns
+        -------
+        Endpoint or None
+            None if nobody came in time.
+
+        Raises
+        ------
+        ClosedError
+            If the listener is closed.
+        UcxError
+            If the connection cannot be made.
+        """
+        native = self._native.accept(timeout)
+        self._worker._awaited.settle()
+        if native is None:
+            return None
+        return Endpoint.__new__(Endpoint)._set_up(self._worker, native, on_failure)
+
+    def close(self) -> None:
+        """Reject who waits, and listen no more; what was accepted stays. Idempotent."""
+        self._native.close()
 
     def __enter__(self) -> Self:
         return self
@@ -431,12 +668,14 @@ class RemoteKey:
     endpoint : Endpoint
         The connection to the worker's process.
     packed : bytes
-        `MemoryHandle.pack` of the other side. Untrusted: verified before UCX sees it.
+        `MemoryHandle.pack` of the other side; checked like an address.
 
     Raises
     ------
     WireError
         If the bytes are damaged or not a key.
+    ProtocolVersionError
+        If they are of another UCX version or byte order.
     ClosedError
         If the endpoint is closed.
     UcxError
@@ -501,6 +740,8 @@ class Request:
         ------
         UcxError
             If it has ended otherwise.
+        TransferCancelled
+            If it was given up by `cancel`.
         """
         self._endpoint.worker.progress()
         return self._native.check()
@@ -521,11 +762,32 @@ class Request:
             If it has not ended in time; it goes on.
         UcxError
             If it has ended without success.
+        TransferCancelled
+            If it was given up by `cancel`.
         """
         done = self._native.wait(timeout, spin)
         self._endpoint.worker._awaited.settle()
         if not done:
             raise TransferTimeout(f"the UCX request has not ended within {timeout} s; it goes on")
+
+    def cancel(self) -> bool:
+        """Give it up, unless it has ended: from now on `poll`, `wait` and ``await`` raise.
+
+        Returns
+        -------
+        bool
+            Whether it is quiet: it has ended, or UCX has taken it back. UCX cannot take back gets,
+            puts and messages: with those it goes on, and `is_quiet` says when it is through.
+            `Endpoint.close` ends them by force.
+        """
+        self._native.cancel()
+        self._endpoint.worker._awaited.settle()
+        return self._native.is_done
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether it has ended, so that it moves no byte any more."""
+        return self._native.is_done
 
     def __await__(self) -> Generator[object, None, None]:
         return self._wait_in_loop().__await__()
@@ -604,11 +866,7 @@ def _move(
         ("local", local_offset, local.nbytes),
         ("remote", remote_offset, remote.nbytes),
     ):
-        if offset < 0 or length < 1 or offset + length > size:
-            raise ConfigError(
-                f"{length} bytes at offset {offset} do not lie inside the {size} bytes of the "
-                f"{side} memory"
-            )
+        _check_range(side, offset, length, size)
     native = _native.ucx_move(
         local._native, local_offset, remote._native, remote.address + remote_offset, length, is_get
     )
@@ -662,6 +920,20 @@ def am_send_nbx(endpoint: Endpoint, am_id: int, header: bytes, data: bytes = b""
             f"a header of {len(header)} bytes exceeds the limit of {_MAX_HEADER_BYTES}"
         )
     return Request(endpoint._native.send(_checked_id(am_id), header, data), endpoint)
+
+
+def _check_range(side: str, offset: int, length: int, size: int) -> None:
+    if offset < 0 or length < 1 or offset + length > size:
+        raise ConfigError(
+            f"{length} bytes at offset {offset} do not lie inside the {size} bytes of the "
+            f"{side} memory"
+        )
+
+
+def _checked_port(port: int, *, least: int) -> int:
+    if not least <= port <= _MAX_ID:
+        raise ConfigError(f"a port must be {least} to {_MAX_ID}, not {port!r}")
+    return port
 
 
 def _checked_id(am_id: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from pynixlkv import __version__
+from pynixlkv.connector.hostcopy import make_host_tensors
 from pynixlkv.connector.metadata import (
     ConnectorMetadata,
     EngineShape,
@@ -25,14 +27,18 @@ from pynixlkv.connector.metadata import (
     RequestInfo,
 )
 from pynixlkv.connector.scheduler import ConnectorScheduler
+from pynixlkv.connector.staging import HostBlockPool, HostStaging
 from pynixlkv.connector.worker import ConnectorWorker
 from pynixlkv.errors import ConfigError, LibraryVersionError
 from pynixlkv.handshake import Handshake
 from pynixlkv.vllm.caches import ParallelPlace, group_specs, kv_cache
+from pynixlkv.vllm.host import BlockCopy, StreamFence
 from pynixlkv.vllm.options import Options
 from pynixlkv.vllm.stats import PyNixlKVPromMetrics, PyNixlKVStats
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
@@ -73,17 +79,6 @@ class _WorkerHello(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """What vLLM collects from the workers for the handshake."""
 
     agent: AgentMetadata
-
-
-class _StreamFence:
-    """Done when all work that was launched on the current stream has ended."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()
-
-    def done(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
 class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -127,13 +122,27 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._computed: dict[str, int] = {}
         self._rejected: dict[str, str] = {}
         self._failing: dict[str, str] = {}  # rejected requests on their way to the results
+        self._copy: BlockCopy | None = None
         if role is KVConnectorRole.SCHEDULER:
+            groups = group_specs(kv_cache_config, self._dcp)
+            host_blocks = self._num_host_blocks()
             self._scheduler = ConnectorScheduler(
                 self._engine_id,
-                group_specs(kv_cache_config, self._dcp),
+                groups,
                 shape=self._shape,
                 config=self._settings,
+                host_pool=HostBlockPool([host_blocks] * len(groups)) if host_blocks else None,
             )
+
+    def _num_host_blocks(self) -> int:
+        """Return the blocks of the host buffer for each table; 0 if there is none."""
+        from vllm.platforms import current_platform
+
+        if self._options.host_buffer_blocks is not None:
+            return self._options.host_buffer_blocks
+        device = self._kv_transfer_config.kv_buffer_device
+        is_needed = device == "cpu" and not current_platform.is_cpu()
+        return int(self._kv_cache_config.num_blocks) if is_needed else 0
 
     # ---- scheduler
 
@@ -268,17 +277,31 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         rank = get_pp_group().rank_in_group, get_tensor_model_parallel_rank()
         parallel = self._vllm_config.parallel_config
-        cache, table_of = kv_cache(
-            kv_caches,
-            self._kv_cache_config,
-            self._vllm_config.model_config.get_total_num_kv_heads(),
-            ParallelPlace(
+        describe = partial(
+            kv_cache,
+            kv_cache_config=self._kv_cache_config,
+            total_kv_heads=self._vllm_config.model_config.get_total_num_kv_heads(),
+            place=ParallelPlace(
                 tp=(rank[1], self._shape.tp),
                 dcp=(rank[1] % self._dcp, self._dcp),
                 interleave=parallel.cp_kv_cache_interleave_size,
             ),
             is_opaque=next(iter(kv_caches.values())).device.type == "cpu",
         )
+        cache, table_of = describe(kv_caches)
+        staging = None
+        host_blocks = self._num_host_blocks()
+        if host_blocks:
+            host = {
+                name: make_host_tensors(
+                    {name: tensor},
+                    axes="BHND",
+                    num_blocks=host_blocks * tensor.shape[0] // self._kv_cache_config.num_blocks,
+                )[name]
+                for name, tensor in kv_caches.items()
+            }
+            self._copy = BlockCopy(kv_caches, host, cache.geometry)
+            staging = HostStaging(cache, describe(host)[0], self._copy)
         self._agent = self._make_agent(f"{self._engine_id}.{rank[0]}.{rank[1]}")
         self._worker = ConnectorWorker(
             self._agent,
@@ -287,8 +310,15 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             shape=self._shape,
             config=self._settings,
         )
-        self._hello = _WorkerHello(self._worker.register_kv_caches(cache, table_of=table_of))
+        self._hello = _WorkerHello(
+            self._worker.register_kv_caches(cache, table_of=table_of, staging=staging)
+        )
         _log.info("rank %s: %r", rank, cache)
+
+    def set_host_xfer_buffer_ops(self, copy_operation: Callable[..., None]) -> None:
+        """Take vLLM's function that copies blocks between device and host."""
+        if self._copy is not None:
+            self._copy.operation = copy_operation
 
     def _make_agent(self, name: str) -> Agent:
         options = self._options
@@ -313,7 +343,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Hand the step's message to the worker half."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _StepMetadata)
-        fence: Fence | None = _StreamFence() if torch.cuda.is_available() else None
+        fence: Fence | None = StreamFence() if torch.cuda.is_available() else None
         self._loader.start_load_kv(metadata.connector, fence)
         self._failing.update(metadata.rejected)
 

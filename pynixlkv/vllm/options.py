@@ -31,7 +31,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     transfer_mode : str
         ``"pull"`` or ``"push"``; the same on both sides.
     side_channel_host : str
-        Where the handshake listens, and where consumers reach it.
+        Where the handshake listens, and where consumers reach it: an address of this machine, no
+        wildcard.
     side_channel_port : int
         Its port, plus the data-parallel index; 0 for any free one.
     allow_insecure : bool
@@ -48,6 +49,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         Idle producers are forgotten after as long.
     max_leases : int
         Most requests that are kept at once.
+    host_buffer_blocks : int
+        Go through host memory of as many blocks for each table. By default only where
+        ``kv_buffer_device`` is ``"cpu"`` and the device is not, with as many as the device has.
     enforce_handshake_compat : bool
         Refuse a peer whose model, dtype or versions differ.
     """
@@ -67,7 +71,15 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     handshake_timeout: _Seconds = 5.0
     engine_ttl: _Seconds = 3600.0
     max_leases: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 16384
+    host_buffer_blocks: Annotated[int, msgspec.Meta(ge=1)] | None = None
     enforce_handshake_compat: bool = True
+
+    def __post_init__(self) -> None:
+        if self.side_channel_host in ("", "*", "0.0.0.0", "::"):
+            raise ConfigError(
+                f"side_channel_host is {self.side_channel_host!r}; expected an address of this "
+                "machine, because consumers are told to connect to it"
+            )
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> Options:

@@ -16,6 +16,7 @@ namespace {
 std::string description() {
     ByteWriter out;
     out.put_raw("pnkvucx1");
+    out.put(std::uint8_t{1});
     out.put_bytes("the worker's address");
     out.put(std::uint32_t{2});
     for (const std::uint64_t base : {0x1000U, 0x9000U}) {
@@ -42,6 +43,7 @@ bool is_refused(const std::string& bytes) {
 TEST_CASE("a description is read as it was written") {
     const std::string bytes = description();
     const Description read = read_description(bytes);
+    CHECK(read.errors == capi::kErrorPeer);
     CHECK_EQ(read.address, "the worker's address");
     CHECK_EQ(read.regions.size(), std::size_t{2});
     CHECK((read.regions[1].row == Row{0x9000, 0x100, 3}));
@@ -58,9 +60,11 @@ TEST_CASE("a description that ends early or late is refused at every length") {
 
 TEST_CASE("impossible regions, addresses and counts are refused") {
     const auto with = [](std::uint64_t base, std::uint64_t length, std::string_view key,
-                         std::string_view address = "a", std::uint32_t count = 1) {
+                         std::string_view address = "a", std::uint32_t count = 1,
+                         std::uint8_t errors = 1) {
         ByteWriter out;
         out.put_raw("pnkvucx1");
+        out.put(errors);
         out.put_bytes(address);
         out.put(count);
         out.put(base);
@@ -78,6 +82,7 @@ TEST_CASE("impossible regions, addresses and counts are refused") {
     CHECK(is_refused(with(1, 1, "k", std::string(70000, 'a'))));
     CHECK(is_refused(with(1, 1, "k", "a", 2)));
     CHECK(is_refused(with(1, 1, "k", "a", 0xFFFFFFFFU)));
+    CHECK(is_refused(with(1, 1, "k", "a", 1, 2)));
     CHECK(is_refused("pnkvucx2" + with(1, 1, "k").substr(8)));
 }
 

@@ -13,13 +13,17 @@ from pynixlkv.ucx import UcxAgent
 
 class _OnUcx:
     config: dict[str, str]
+    error_handling = True
+
+    def make(self, name, **options):
+        return UcxAgent(name, config=self.config, error_handling=self.error_handling, **options)
 
     @pytest.fixture
     def make_agent(self):
         made = []
 
         def make(name, **options):
-            made.append(UcxAgent(name, config=self.config, **options))
+            made.append(self.make(name, **options))
             return made[-1]
 
         yield make
@@ -28,7 +32,9 @@ class _OnUcx:
 
     @pytest.fixture
     def remote(self):
-        remote = ProcessRemote(functools.partial(UcxAgent, config=self.config))
+        remote = ProcessRemote(
+            functools.partial(UcxAgent, config=self.config, error_handling=self.error_handling)
+        )
         yield remote
         remote.close()
 
@@ -43,3 +49,10 @@ class TestUcxByDefault(_OnUcx, AgentConformance):
     """Same-host copies through the kernel: the post does the whole copy."""
 
     config = {}  # noqa: RUF012
+
+
+class TestUcxWithoutErrorHandling(_OnUcx, AgentConformance):
+    """The kernel notices a death when it is asked to copy memory of the dead process."""
+
+    config = {}  # noqa: RUF012
+    error_handling = False

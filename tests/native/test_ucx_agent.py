@@ -49,9 +49,9 @@ def make_agent():
         agent.close()
 
 
-def own_pool(peer, config, takes_part):
+def own_pool(peer, options, takes_part):
     """An agent with a pool of allocated memory; does nothing with it unless it takes part."""
-    with UcxAgent("owner", config=config) as agent:
+    with UcxAgent("owner", **options) as agent:
         pool = agent.allocate((64, SIZE // 64))
         pool[:] = pattern(SIZE, 1).reshape(pool.shape)
         agent.register(pool)
@@ -68,10 +68,11 @@ def own_pool(peer, config, takes_part):
 
 @pytest.fixture
 def connect(start_peer, make_agent):
-    def start(config=None, *, takes_part=True):
-        owner = start_peer(own_pool, config, takes_part)
+    def start(config=None, *, takes_part=True, error_handling=True):
+        options = {"config": config, "error_handling": error_handling}
+        owner = start_peer(own_pool, options, takes_part)
         hello, there = owner.receive()
-        agent = make_agent("reader", config=config)
+        agent = make_agent("reader", **options)
         owner.send(agent.hello())
         assert owner.receive() == "connected"
         return owner, agent, agent.connect(hello), there
@@ -127,6 +128,18 @@ def test_the_death_of_an_owner_of_allocated_memory_is_noticed(connect):
         )
 
 
+def test_without_error_handling_nothing_notices_that_an_owner_of_allocated_memory_died(connect):
+    owner, agent, peer, there = connect(takes_part=False, error_handling=False)
+    here = np.zeros(SIZE, dtype=np.uint8)
+    agent.register(here)
+    owner.kill()
+    ends = rows(address(here), (0, SIZE)), rows(there, (0, SIZE))
+    agent.read_descriptors(peer, *ends).wait(WAIT_S)
+    assert np.array_equal(here, pattern(SIZE, 1))
+    agent.notify(peer, b"to nobody")
+    assert agent.is_alive(peer)
+
+
 def test_a_cache_in_allocated_memory_moves_by_plan(make_agent):
     caches, agents = [], []
     for name, axes in (("a", "KBHND"), ("b", "KBNHD")):
@@ -176,10 +189,18 @@ def test_memory_that_this_ucx_does_not_move_is_refused(make_agent):
 
 def test_settings_are_checked_and_shown(make_agent, monkeypatch):
     agent = make_agent("a", config={"TLS": "tcp"})
-    assert agent.config == {"RNDV_THRESH": "inf", "TLS": "tcp"}
+    settings = {"RNDV_THRESH": "inf", "TCP_CONN_NB": "y", "MAX_EAGER_RAILS": "1"}
+    assert agent.config == {**settings, "TLS": "tcp"}
     assert agent.transport == "UCX, UCX_TLS=tcp"
+    assert agent.error_handling
     monkeypatch.setenv("UCX_RNDV_THRESH", "64k")
-    assert make_agent("b").config == {}
+    monkeypatch.setenv("UCX_MAX_EAGER_RAILS", "2")
+    # The order of notifications is not left to the environment.
+    del settings["RNDV_THRESH"]
+    assert make_agent("b").config == settings
+    assert os.environ["UCX_MAX_EAGER_RAILS"] == "2"
+    with pytest.raises(ConfigError, match="MAX_EAGER_RAILS must be '1'"):
+        UcxAgent("c", config={"MAX_EAGER_RAILS": "2"})
     with pytest.raises(ConfigError, match="string"):
         UcxAgent("c", config={"TLS": 5})
     with pytest.raises((ConfigError, UcxError), match="no-such"):
@@ -188,7 +209,7 @@ def test_settings_are_checked_and_shown(make_agent, monkeypatch):
         UcxAgent("")
 
 
-def test_an_idle_agent_sleeps(make_agent):
+def test_b107_an_idle_agent_sleeps(make_agent):
     agent = make_agent("a")
     agent.notifications(0.2)
     before = time.process_time()

@@ -15,17 +15,22 @@ from pynixlkv.errors import (
     ClosedError,
     ConfigError,
     ForkError,
+    ProtocolVersionError,
     StateError,
+    TransferCancelled,
     TransferTimeout,
     UcxError,
     WireError,
 )
+from pynixlkv.testing import live_counts
 from pynixlkv.ucx import (
     Context,
     Endpoint,
+    Listener,
     RemoteKey,
     Worker,
     am_send_nbx,
+    binding,
     flush_nbx,
     get_nbx,
     put_nbx,
@@ -282,6 +287,152 @@ def test_a_killed_peer_ends_what_is_under_way_with_an_error(hung):
         asyncio.run(wait())
 
 
+def test_closing_with_a_deadline_says_whether_all_was_complete(side, hung):
+    put_nbx(side.memory, side.allocated)
+    am_send_nbx(side.endpoint, 5, b"content")
+    assert side.endpoint.close(WAIT_S)
+    assert not side.endpoint.close(WAIT_S)
+    side.peer.kill()
+    put_nbx(hung.memory, hung.mapped)
+    assert not hung.endpoint.close(0.1)
+
+
+def test_a_request_can_be_given_up(hung):
+    request = get_nbx(hung.memory, hung.mapped)
+    assert not request.is_quiet
+
+    async def give_up():
+        waiting = asyncio.ensure_future(asyncio.wait_for(request, WAIT_S))
+        await asyncio.sleep(0)
+        assert not request.cancel()
+        await waiting
+
+    with pytest.raises(TransferCancelled, match="memory stays in use"):
+        asyncio.run(give_up())
+    for use in (request.poll, request.wait):
+        with pytest.raises(TransferCancelled):
+            use()
+    hung.peer.resume()
+    deadline = time.monotonic() + WAIT_S
+    while not request.is_quiet:
+        hung.worker.progress()
+        assert time.monotonic() < deadline
+    assert np.array_equal(hung.array, pattern(SIZE, 1))  # UCX went on with it
+    done = get_nbx(hung.memory, hung.mapped)
+    done.wait(WAIT_S)
+    assert done.cancel()
+    assert done.poll()
+
+
+# ---- connections by socket address
+
+
+def serve_by_listener(peer, config):
+    """The other side: accepts one peer and gives it a key by message."""
+    context = Context(config)
+    array = pattern(SIZE, 1)
+    worker = Worker(context)
+    worker.open_inbox(5)
+    with context.map(array) as mapped, Listener(worker) as listener:
+        peer.send(listener.port)
+        with listener.accept(WAIT_S) as back:
+            am_send_nbx(back, 6, b"key", mapped.pack()).wait(WAIT_S)
+            assert worker.messages(5, WAIT_S) == [(b"written", b"")]
+            assert np.array_equal(array, pattern(SIZE, 2))
+            assert back.close(WAIT_S)
+
+
+@pytest.fixture
+def tcp_worker():
+    worker = Worker(Context(TRANSPORTS["tcp"]))
+    worker.open_inbox(6)
+    return worker
+
+
+def test_bytes_move_over_a_connection_by_socket_address(start_peer):
+    context = Context(TRANSPORTS["tcp"])
+    tcp_worker = Worker(context)
+    tcp_worker.open_inbox(6)
+    peer = start_peer(serve_by_listener, TRANSPORTS["tcp"])
+    failures = []
+    endpoint = Endpoint.connect(tcp_worker, "127.0.0.1", peer.receive(), failures.append)
+    ((header, packed),) = tcp_worker.messages(6, WAIT_S)
+    assert header == b"key"
+    key = RemoteKey(endpoint, packed)
+    array = np.zeros(SIZE, dtype=np.uint8)
+    with context.map(array) as memory:
+        get_nbx(memory, key).wait(WAIT_S)
+        assert np.array_equal(array, pattern(SIZE, 1))
+        array[:] = pattern(SIZE, 2)
+        put_nbx(memory, key).wait(WAIT_S)
+        flush_nbx(endpoint).wait(WAIT_S)
+    am_send_nbx(endpoint, 5, b"written").wait(WAIT_S)
+    deadline = time.monotonic() + WAIT_S
+    while not failures:  # until the peer closes its end
+        tcp_worker.progress()
+        assert time.monotonic() < deadline
+    peer.finish()
+    assert failures == [endpoint.failure]
+    tcp_worker.progress()
+    assert len(failures) == 1
+    endpoint.close()
+
+
+def test_a_listener_rejects_who_was_not_accepted(tcp_worker):
+    server = Worker(Context(TRANSPORTS["tcp"]))
+    listener = Listener(server)
+    assert listener.accept(0.0) is None
+    endpoint = Endpoint.connect(tcp_worker, "127.0.0.1", listener.port)
+    request = flush_nbx(endpoint)
+    deadline = time.monotonic() + WAIT_S
+    while server.progress() == 0:
+        tcp_worker.progress()
+        assert time.monotonic() < deadline
+    listener.close()
+    listener.close()
+    while not endpoint.failure:
+        server.progress()
+        tcp_worker.progress()
+        assert time.monotonic() < deadline
+    with pytest.raises(UcxError):
+        request.wait(WAIT_S)
+    with pytest.raises(ClosedError):
+        listener.accept(0.0)
+
+
+def test_nobody_listens_there(tcp_worker):
+    with Listener(tcp_worker) as listener:
+        port = listener.port
+    with pytest.raises(UcxError):
+        flush_nbx(Endpoint.connect(tcp_worker, "127.0.0.1", port)).wait(WAIT_S)
+
+
+def test_socket_addresses_are_checked(tcp_worker):
+    for ip, port in (("localhost", 1), ("1.2.3", 1), ("", 1), ("127.0.0.1", 0), ("::1", 65536)):
+        with pytest.raises(ConfigError, match=r"IP address|a port"):
+            Endpoint.connect(tcp_worker, ip, port)
+    with pytest.raises(UcxError, match="address one of this host"):
+        Listener(tcp_worker, "203.0.113.1")  # an address of documentation, nobody's
+
+
+# ---- advice
+
+
+def test_advice_is_taken_and_checked():
+    context = Context(TRANSPORTS["tcp"])
+    for memory in (context.map(np.zeros(8192, dtype=np.uint8)), context.allocate(8192)):
+        memory.advise("will_need")
+        memory.advise("normal", 4096, offset=4096)
+        for options in ({"nbytes": 8193}, {"offset": -1}, {"offset": 8192}, {"nbytes": 0}):
+            with pytest.raises(ConfigError, match="do not lie inside"):
+                memory.advise("normal", **options)
+        with pytest.raises(ConfigError, match="will_need"):
+            memory.advise("forget")
+        memory.close()
+        with pytest.raises(ClosedError):
+            memory.advise("normal")
+
+
 # ---- refused
 
 
@@ -294,6 +445,19 @@ def test_ranges_outside_are_refused(side):
         with pytest.raises(ConfigError, match="do not lie inside"):
             get_nbx(side.memory, side.mapped, **options)
     assert not side.array.any()
+
+
+def test_b109_keys_that_are_packed_and_unpacked_leave_nothing():
+    context = Context(TRANSPORTS["tcp"])
+    with context.map(np.zeros(4096, np.uint8)) as mapped:
+        worker = Worker(context)
+        endpoint = Endpoint(worker, worker.address)
+        RemoteKey(endpoint, mapped.pack())
+        before = live_counts()
+        for _ in range(10_000):
+            RemoteKey(endpoint, mapped.pack())
+        gc.collect()
+        assert live_counts() == before
 
 
 @pytest.mark.parametrize("what", ["address", "key"])
@@ -326,6 +490,20 @@ def test_damaged_bytes_never_reach_ucx(what):
         make("text")
 
 
+@pytest.mark.parametrize("there", [(1, 99, 0, False), (2, 22, 0, False), None])
+def test_bytes_of_another_ucx_or_byte_order_are_refused(monkeypatch, there):
+    worker = Worker(Context(TRANSPORTS["tcp"]))
+    endpoint = Endpoint(worker, worker.address)
+    here = binding._here()
+    with monkeypatch.context() as patched:
+        patched.setattr(binding, "_here", lambda: there or (*here[:3], not here[3]))
+        address, key = worker.address, worker_key(worker)
+    match = "endian" if there is None else f"UCX {there[0]}.{there[1]}.0"
+    for make in (lambda: Endpoint(worker, address), lambda: RemoteKey(endpoint, key)):
+        with pytest.raises(ProtocolVersionError, match=match):
+            make()
+
+
 def worker_key(worker):
     context = Context(TRANSPORTS["tcp"])
     return context.map(np.zeros(64, dtype=np.uint8)).pack()
@@ -353,21 +531,47 @@ def tell_address(peer, config):
 
 
 def test_a_single_threaded_worker_stays_on_its_thread():
-    worker = Worker(Context(TRANSPORTS["tcp"]), single_thread=True)
-    worker.progress()
+    context = Context(TRANSPORTS["tcp"])
+    worker = Worker(context, single_thread=True)
+    endpoint = Endpoint(worker, worker.address)
+    memory = context.allocate(64)
+    key = RemoteKey(endpoint, memory.pack())
+    request = get_nbx(memory, key)
+    uses = (
+        worker.progress,
+        worker.arm,
+        lambda: worker.address,
+        lambda: worker.open_inbox(1),
+        lambda: worker.messages(1),
+        lambda: Endpoint(worker, address),
+        lambda: Endpoint.connect(worker, "127.0.0.1", 1),
+        lambda: Listener(worker),
+        lambda: RemoteKey(endpoint, packed),
+        lambda: get_nbx(memory, key),
+        lambda: flush_nbx(endpoint),
+        lambda: am_send_nbx(endpoint, 1, b""),
+        request.poll,
+        request.wait,
+        request.cancel,
+        endpoint.close,
+        lambda: endpoint.failure,
+    )
+    address, packed = worker.address, memory.pack()
     errors = []
 
     def use():
-        try:
-            worker.progress()
-        except StateError as error:
-            errors.append(str(error))
+        for each in uses:
+            try:
+                each()
+            except StateError as error:
+                errors.append(str(error))
 
     thread = threading.Thread(target=use)
     thread.start()
     thread.join()
-    assert len(errors) == 1
-    assert "another thread" in errors[0]
+    assert len(errors) == len(uses)
+    assert all("another thread" in error for error in errors)
+    request.wait(WAIT_S)
 
 
 def test_closed_memory_and_bad_memory_are_refused():

@@ -7,6 +7,7 @@ its stacks and ends.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib.util
 import multiprocessing.connection
@@ -41,21 +42,21 @@ class Channel:
             raise PeerFailed(value)
         return value
 
-    def has_data(self):
-        return self._connection.poll(0)
+    def has_data(self, timeout=0):
+        return self._connection.poll(timeout)
 
 
 class Peer(Channel):
     """A process that runs `function(channel, *args)`, a top-level function of a test file.
 
-    Other options are those of `subprocess.Popen`.
+    `prefix` is the beginning of its command; other options are those of `subprocess.Popen`.
     """
 
-    def __init__(self, function, *args, env=None, deadline_s=DEADLINE_S, **options):
+    def __init__(self, function, *args, env=None, prefix=(), deadline_s=DEADLINE_S, **options):
         ours, theirs = multiprocessing.connection.Pipe()
         super().__init__(ours)
         source = Path(sys.modules[function.__module__].__file__)
-        command = [sys.executable, __file__, str(source), function.__name__]
+        command = [*prefix, sys.executable, __file__, str(source), function.__name__]
         command += [str(theirs.fileno()), str(deadline_s)]
         self.process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], env={**os.environ, **(env or {})}, **options
@@ -76,6 +77,17 @@ class Peer(Channel):
 
     def resume(self):
         self.process.send_signal(signal.SIGCONT)
+
+    def last_words(self):
+        """Kill it, and return what it has sent and nobody has received; raises its failure."""
+        self.process.kill()
+        self.process.wait(DEADLINE_S)
+        said = []
+        with contextlib.suppress(EOFError, ConnectionError):
+            while self.has_data():
+                said.append(self.receive())
+        self.kill()
+        return said
 
     def kill(self):
         """Kill it and wait until it is gone."""

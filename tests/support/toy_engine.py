@@ -1,11 +1,12 @@
 """An imaginary serving engine on the connector kit, whose KV can be predicted element by element.
 
 The value of a token's KV depends on the prompt, the layer, K or V, the head, the position and the
-element, and on nothing else; so whatever arrives anywhere can be compared with what should be there.
+element, and on nothing else; so whatever arrives anywhere can be compared with what should be.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pynixlkv.agent import Agent
+    from pynixlkv.connector.fences import Fence
     from pynixlkv.connector.links import Fetch
-    from pynixlkv.connector.metadata import BlockLists, Rank
+    from pynixlkv.connector.metadata import Rank
     from pynixlkv.connector.receiver import RequestEnd
 
 POISON = 0xDEAD
@@ -93,15 +95,25 @@ class ToyRank:
         for letter in "KH":
             if letter not in letters:
                 tensor, letters = tensor[None], letter + letters
-        return tensor.transpose([letters.index(letter) for letter in "BKHND"])
+        view: npt.NDArray[np.uint16] = tensor.transpose(
+            [letters.index(letter) for letter in "BKHND"]
+        )
+        return view
 
-    def write(self, prompt: int, blocks: Sequence[int], tokens: range) -> None:
+    def write(
+        self,
+        prompt: int,
+        blocks: Sequence[int],
+        tokens: range,
+        *,
+        layers: Sequence[int] | None = None,
+    ) -> None:
         """Compute the KV of some tokens, whose blocks are given from position 0 on."""
-        values = self.model.kv(prompt, self.layers, self.heads, tokens)
         where = np.array(blocks, np.int64)[np.array(tokens, np.int64) // self.block_size]
-        for tensor, layer in zip(self.tensors.values(), values, strict=True):
-            view = self._by_block(tensor)
-            view[where, :, :, np.array(tokens, np.int64) % self.block_size] = layer.transpose(
+        for layer in self.layers if layers is None else layers:
+            values = self.model.kv(prompt, range(layer, layer + 1), self.heads, tokens)[0]
+            view = self._by_block(self.tensors[f"layer.{layer}"])
+            view[where, :, :, np.array(tokens, np.int64) % self.block_size] = values.transpose(
                 2, 0, 1, 3
             )
 
@@ -153,8 +165,8 @@ class ToyEngine:
     ----------
     make_agent : callable
         Makes the agent of a rank from its name.
-    fetch : Fetch
-        The side channel.
+    fetch : Fetch, optional
+        The side channel, if it is another than `Handshake`.
     clock : callable
         Seconds.
     """
@@ -164,7 +176,7 @@ class ToyEngine:
         engine_id: str,
         model: Model,
         make_agent: Callable[[str], Agent],
-        fetch: Fetch,
+        fetch: Fetch | None,
         *,
         axes: str = "KBHND",
         tp: int = 1,
@@ -172,7 +184,7 @@ class ToyEngine:
         block_size: int = 4,
         num_blocks: int = 16,
         config: ConnectorConfig | None = None,
-        clock: Callable[[], float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
         background: bool = False,
     ) -> None:
         self.id, self.model, self.block_size = engine_id, model, block_size
@@ -186,7 +198,6 @@ class ToyEngine:
         for stage in range(pp):
             for rank in range(tp):
                 agent = make_agent(f"{engine_id}.{stage}.{rank}")
-                options = {} if clock is None else {"clock": clock}
                 worker = ConnectorWorker(
                     agent,
                     engine_id=engine_id,
@@ -195,7 +206,7 @@ class ToyEngine:
                     config=config,
                     fetch=fetch,
                     background=background,
-                    **options,
+                    clock=clock,
                 )
                 self.ranks.append(
                     ToyRank(
@@ -204,6 +215,8 @@ class ToyEngine:
                     )
                 )  # fmt: skip
         self.background = background
+        self.fence: Fence | None = None
+        self._running: list[tuple[ToyRequest, range]] = []
         self.free = list(range(num_blocks))
         self.requests: dict[str, ToyRequest] = {}
         self._reports: dict[str, list[object]] = {}
@@ -213,9 +226,9 @@ class ToyEngine:
         """What the handshake serves."""
         return {rank.metadata.rank: rank.metadata.hello for rank in self.ranks}
 
-    def allocate(self, num_tokens: int) -> list[int]:
-        """Take blocks for tokens; the oldest free ones first."""
-        count = -(-num_tokens // self.block_size)
+    def allocate(self, num_tokens: int, num_there: int = 0) -> list[int]:
+        """Take blocks for tokens, beyond those that are there; the oldest free ones first."""
+        count = -(-num_tokens // self.block_size) - num_there
         assert count <= len(self.free), "the toy engine is out of blocks"
         taken, self.free = self.free[:count], self.free[count:]
         return taken
@@ -237,6 +250,38 @@ class ToyEngine:
             self.requests[request_id] = ToyRequest(info, prompt, blocks, num_tokens)
         else:
             self.free += blocks
+        return answer
+
+    def begin(self, request_id: str, prompt: int, num_tokens: int) -> None:
+        """Take a prompt that is computed in chunks, to be handed over."""
+        info = RequestInfo(request_id, num_tokens, HandOff(do_remote_decode=True))
+        self.requests[request_id] = ToyRequest(info, prompt, [])
+
+    def compute(self, request_id: str, until: int) -> None:
+        """Compute a prompt up to a position in the next step, layer by layer."""
+        request = self.requests[request_id]
+        request.blocks += self.allocate(until, len(request.blocks))
+        self._running.append((request, range(request.num_computed, until)))
+        request.num_computed = until
+        self.scheduler.save(request.info, (tuple(request.blocks),), until)
+
+    def preempt(self, request_id: str) -> list[int]:
+        """Take the blocks of a prompt away, to be computed again from the start."""
+        request = self.requests[request_id]
+        taken, request.blocks, request.num_computed = request.blocks, [], 0
+        self._running = [(running, _) for running, _ in self._running if running is not request]
+        self.free += taken
+        self.scheduler.request_preempted(request_id)
+        return taken
+
+    def hand_over(self, request_id: str, *, is_complete: bool = True) -> dict[str, object] | None:
+        """End a prompt that was computed in chunks."""
+        request = self.requests[request_id]
+        keeps, answer = self.scheduler.request_finished(
+            request.info, (tuple(request.blocks),), request.num_computed, is_complete=is_complete
+        )
+        if not keeps:
+            self._drop(request_id)
         return answer
 
     # ---- consumer
@@ -285,9 +330,13 @@ class ToyEngine:
     def step(self) -> Outcome:
         """Run one step: tell the workers, let them work, collect what all of them report."""
         metadata = self.scheduler.build_connector_meta()
-        outcome = Outcome()
+        outcome, running, self._running = Outcome(), self._running, []
         for rank in self.ranks:
-            rank.worker.start_load_kv(metadata)
+            rank.worker.start_load_kv(metadata, self.fence)
+            for layer in rank.layers if running else ():
+                for request, tokens in running:
+                    rank.write(request.prompt, request.blocks, tokens, layers=[layer])
+                rank.worker.save_kv_layer(layer)
             if not self.background:
                 rank.worker.poll()
             self._collect(rank.worker.get_finished(), outcome)
@@ -323,4 +372,4 @@ class ToyEngine:
         for rank in self.ranks:
             rank.worker.shutdown()
         for rank in self.ranks:
-            assert rank.agent.close()
+            assert rank.agent.close(), f"{rank.agent.name!r} is not quiet"

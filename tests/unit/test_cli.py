@@ -180,6 +180,12 @@ def spec(**changes):
     return messages.RankSpec(**{**fields, **changes})
 
 
+def rank_group(specs, timeout_s):
+    return group.ProcessGroup(
+        "pynixlkv.cli.rank", messages.decode, specs, timeout_s, lambda *_: None
+    )
+
+
 def test_messages_survive_the_wire():
     for message in (
         spec(fault=messages.Fault.crash),
@@ -194,24 +200,24 @@ def test_messages_survive_the_wire():
 
 
 def test_a_rank_that_fails_is_named_with_its_reason_and_leaves_no_process():
-    ranks = group.RankGroup([spec(), spec(side="prefill", model="GPT-2")], 60, lambda *_: None)
+    ranks = rank_group([spec(), spec(side="prefill", model="GPT-2")], 60)
     expected = {"prefill-0": messages.Ready, "decode-0": messages.Ready}
     with (
-        pytest.raises(messages.DemoError, match=r"(?s)prefill-0 failed: ConfigError.*GPT-2"),
+        pytest.raises(messages.RunError, match=r"(?s)prefill-0 failed: ConfigError.*GPT-2"),
         ranks,
     ):
         ranks.gather("start", expected)
-    assert [rank.process.poll() is not None for rank in ranks._ranks.values()] == [True, True]
+    assert [rank.popen.poll() is not None for rank in ranks._processes.values()] == [True, True]
 
 
 def test_a_deadline_names_those_who_are_late():
-    ranks = group.RankGroup([spec()], 0.0, lambda *_: None)
+    ranks = rank_group([spec()], 0.0)
     with (
-        pytest.raises(messages.DemoError, match=r"start: no answer from decode-0 within 0 s"),
+        pytest.raises(messages.RunError, match=r"start: no answer from decode-0 within 0 s"),
         ranks,
     ):
         ranks.gather("start", {"decode-0": messages.Ready})
-    assert ranks._ranks["decode-0"].process.poll() is not None
+    assert ranks._processes["decode-0"].popen.poll() is not None
 
 
 def test_a_report_of_libraries_is_written_without_markup_and_without_losing_anything():

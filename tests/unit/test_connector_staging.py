@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pynixlkv import KVCache, TransferPlan
+from pynixlkv.connector import ConnectorScheduler, ConnectorWorker, GroupSpec, HandOff, RequestInfo
 from pynixlkv.connector.hostcopy import TensorCopy, make_host_tensors
 from pynixlkv.connector.staging import HostBlockPool, HostStaging
 from pynixlkv.errors import (
@@ -26,6 +27,13 @@ from pynixlkv.testing import FakeAgent, FakeNetwork
 DEVICE_BLOCKS, HOST_BLOCKS, DEADLINE_S = 8, 5, 30.0
 AXES = "KBHND"
 OPTIONS = {"axes": AXES, "kv_heads": 2}
+
+
+def wait_for(fence):
+    deadline = time.monotonic() + DEADLINE_S
+    while not fence.done():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 class DelayedCopy:
@@ -51,7 +59,7 @@ class DelayedCopy:
         """Let all copies go on and wait for them."""
         for fence in self.fences:
             fence.gate.set()
-            assert fence.wait(DEADLINE_S)
+            wait_for(fence)
 
     def close(self):
         for fence in self.fences:
@@ -65,10 +73,6 @@ class DelayedFence:
 
     def done(self):
         return self._future.done() and (self._future.result() or True)
-
-    def wait(self, timeout):
-        self._future.result(timeout)
-        return True
 
 
 class Rank:
@@ -208,7 +212,7 @@ def test_B099_a_copy_that_has_not_ended_is_not_sent(rank):
     with pytest.raises(NotStagedError, match=r"\[0, 1\] .* still being copied"):
         rank.staging.check_staged(((0, 1),))
     rank.copy.fences[0].gate.set()
-    assert fence.wait(DEADLINE_S)
+    wait_for(fence)
     rank.staging.check_staged(((0, 1),))
 
 
@@ -350,7 +354,7 @@ def test_many_copies_overlap(rank):
     fences = [rank.staging.stage_out(((i,),), ((i,),)) for i in range(HOST_BLOCKS)]
     assert not any(fence.done() for fence in fences)
     rank.copy.fences[0].gate.set()
-    assert fences[0].wait(DEADLINE_S)
+    wait_for(fences[0])
     rank.staging.check_staged(((0,),))
     assert not fences[1].done()
     rank.copy.finish()
@@ -409,3 +413,77 @@ def test_host_tensors_that_cannot_be():
         TensorCopy(({"a": array}, {"b": array}, "MLA"))
     with pytest.raises(LayoutError, match="expected the CPU"):
         TensorCopy(({"a": torch.zeros(2, 3, 4, device="meta")}, {"a": array}, "MLA"))
+
+
+# --- in the connector -----------------------------------------------------------------------------
+
+
+class Engine:
+    """An engine whose device memory is staged: scheduler and worker around a `Rank`."""
+
+    def __init__(self, name, seed, network, hellos):
+        self.rank = Rank(seed)
+        self.agent = FakeAgent(name, network)
+        self.pool = HostBlockPool([HOST_BLOCKS])
+        self.worker = ConnectorWorker(
+            self.agent,
+            engine_id=name,
+            background=False,
+            fetch=lambda _, *, engine_id, ranks, timeout: dict.fromkeys(ranks, hellos[engine_id]),
+        )
+        staging = self.rank.staging
+        metadata = self.worker.register_kv_caches(staging.device_cache, staging=staging)
+        hellos[name] = metadata.hello
+        self.scheduler = ConnectorScheduler(
+            name, [GroupSpec(4)], address=("127.0.0.1", 1), host_pool=self.pool
+        )
+
+    def step(self):
+        self.worker.start_load_kv(self.scheduler.build_connector_meta())
+        self.worker.poll()
+        finished = self.worker.get_finished()
+        self.scheduler.update_finished(
+            sent=finished.sent, received=finished.received, failed=finished.failed
+        )
+        return finished
+
+    def close(self):
+        self.rank.copy.close()
+        self.worker.shutdown()
+        self.agent.close()
+
+
+def test_B099_a_request_is_readable_only_when_its_copy_has_ended():
+    network, hellos = FakeNetwork(), {}
+    producer = Engine("producer", 1, network, hellos)
+    consumer = Engine("consumer", 2, network, hellos)
+    try:
+        expected = [producer.rank.device_block(b) for b in (7, 0, 3)]
+        asked = RequestInfo("p", 12, HandOff(do_remote_decode=True))
+        keeps, params = producer.scheduler.request_finished(asked, ((7, 0, 3),), 12)
+        assert keeps
+        request = RequestInfo("c", 12, HandOff.from_dict(params))
+        assert consumer.scheduler.get_num_new_matched_tokens(request, 0) == (12, True)
+        consumer.scheduler.update_state_after_alloc(request, ((1, 6, 4),), 0, 12)
+        for _ in range(50):  # the copy to the producer's host has not ended
+            producer.step()
+            assert not consumer.step()
+        producer.rank.copy.finish()
+        deadline = time.monotonic() + DEADLINE_S
+        while not consumer.rank.copy.fences:  # until the copy from the consumer's host begins
+            assert time.monotonic() < deadline
+            producer.step()
+            assert not consumer.step()
+        assert not consumer.step()
+        consumer.rank.copy.finish()
+        received, sent = set(), set()
+        while not (received and sent):
+            assert time.monotonic() < deadline
+            sent |= producer.step().sent
+            received |= consumer.step().received
+        for block, bytes_of_it in zip((1, 6, 4), expected, strict=True):
+            assert np.array_equal(consumer.rank.device_block(block), bytes_of_it)
+        assert producer.pool.num_free == consumer.pool.num_free == (HOST_BLOCKS,)
+    finally:
+        for engine in (consumer, producer):
+            engine.close()

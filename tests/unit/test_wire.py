@@ -14,6 +14,7 @@ from pynixlkv.errors import ConfigError, HandshakeError, ProtocolVersionError, W
 HELLO = wire.Hello(
     agent="prefill-0",
     incarnation=bytes(range(16)),
+    byte_order="little",
     engine="fake",
     engine_version="1.0",
     metadata=bytes(range(256)) * 2,

@@ -1,4 +1,4 @@
-"""Decode comes when prefill has reused the blocks: never with wrong tokens, whatever the policy."""
+"""Decode comes for blocks that prefill has given to others since: never with their tokens."""
 
 import time
 
@@ -8,21 +8,29 @@ from engines import make_prompts
 
 pytestmark = pytest.mark.timeout(900)
 
-LEASE_S = 3.0
+LEASE_S = 6  # vLLM's own connector wants whole seconds
 
 
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_blocks_reused_after_the_lease(cluster, expected, policy):
-    connector = connectors.OURS.with_(policy=policy, extra={"kv_lease_duration": LEASE_S})
+def come_late(cluster, connector, prompt):
+    """Decode a prompt whose blocks prefill has used again; returns both engines and the answer."""
+    connector = connector.with_(extra={"kv_lease_duration": LEASE_S})
     # Eight blocks hold one request of the greatest length; another is vLLM's null block.
     prefill = cluster.prefill(connector, num_gpu_blocks_override=9)
     decode = cluster.decode(connector)
-    prompt, tokens = expected[300]
     params = prefill.prefill(prompt)
-    time.sleep(2 * LEASE_S)
-    for filler in make_prompts([300] * 4, 7):
-        prefill.generate(filler, max_tokens=1)
-    answer = decode.generate(prompt, params=params)
+    expiry = time.monotonic() + 2 * LEASE_S
+    seed = 100
+    while time.monotonic() < expiry:  # keeps prefill at work until the lease is surely over
+        prefill.start_generating(make_prompts([300] * 4, seed), max_tokens=1)
+        prefill.answers()
+        seed += 1
+    return prefill, decode, decode.generate(prompt, params=params)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_expired_blocks_end_as_the_policy_says(cluster, expected, policy):
+    prompt, tokens = expected[300]
+    prefill, decode, answer = come_late(cluster, connectors.OURS.with_(policy=policy), prompt)
     if policy == "fail":
         assert answer.finish == "error"
     else:
@@ -33,3 +41,13 @@ def test_blocks_reused_after_the_lease(cluster, expected, policy):
     assert decode.generate(prompt, params=prefill.prefill(prompt)).tokens == tokens
     prefill.close()
     decode.close()
+
+
+@pytest.mark.xfail(
+    reason="vLLM's NixlConnector reads blocks without asking whether they are still its"
+)
+def test_expired_blocks_under_vllms_own_connector(cluster, expected):
+    """The demonstration of what the lease's word is for; the same on NIXL's own package."""
+    prompt, tokens = expected[300]
+    _, _, answer = come_late(cluster, connectors.NIXL_API, prompt)
+    assert answer.finish == "error" or answer.tokens == tokens

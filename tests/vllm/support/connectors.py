@@ -11,6 +11,7 @@ NIXL_API = NIXL.with_(env={"PYNIXLKV_NIXL_API": "1"})
 OURS = Connector("PyNixlKVConnector")
 """pynixlkv's; vLLM finds it by its entry point."""
 
+STAGED = OURS.with_(extra={"host_buffer_blocks": 16})
 PUSH = OURS.with_(extra={"transfer_mode": "push"})
 UCX = OURS.with_(extra={"engine": "ucx"})
 UCX_PUSH = UCX.with_(extra={"transfer_mode": "push"})

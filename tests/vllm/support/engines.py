@@ -85,27 +85,39 @@ def make_prompts(lengths, seed):
 # ---- in the child
 
 
-def write_model(channel, path):
-    """Write a small Llama with random weights, whose greedy tokens depend on the whole prompt."""
+def write_model(channel, kind, path):
+    """Write a small model with random weights, whose greedy tokens depend on the whole prompt."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=2048,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=False,
+    shape = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 2048,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
         # With the usual 0.02 the last token alone decides what comes next.
-        initializer_range=0.1,
-    )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(path)
+        "initializer_range": 0.1,
+    }
+    if kind == "llama":
+        config = transformers.LlamaConfig(**shape, num_hidden_layers=3, tie_word_embeddings=False)
+        model = transformers.LlamaForCausalLM(config)
+    else:
+        # Every other layer sees a window only: two groups, each with a block table of its own.
+        config = transformers.Gemma3TextConfig(
+            **shape,
+            num_hidden_layers=4,
+            head_dim=32,
+            pad_token_id=0,
+            sliding_window=64,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        )
+        model = transformers.Gemma3ForCausalLM(config)
+    model.to(torch.float32).save_pretrained(path)
 
 
 def run_engine(channel, options):
@@ -280,8 +292,15 @@ class Engine:
         return total
 
     def freeze(self):
-        """Stop all of its processes."""
+        """Stop all of its processes, and wait until every thread stands still."""
         self._signal(signal.SIGSTOP)
+        tasks = [task for pid in self.pids() for task in Path(f"/proc/{pid}/task").iterdir()]
+
+        def is_still(task):
+            # The state comes after the name, which is in parentheses and may hold anything.
+            return (task / "stat").read_text().rpartition(")")[2].split()[0] in "TZ"
+
+        wait_for(lambda: all(map(is_still, tasks)), "the stop of every thread")
 
     def kill(self):
         """Kill all of its processes."""
@@ -332,6 +351,29 @@ class Cluster:
         """End all engines."""
         for engine in reversed(self._engines):
             engine.close()
+
+
+def make_model(kind, path):
+    """Write a model in a process of its own; returns its folder."""
+    writer = Peer(write_model, kind, str(path))
+    try:
+        writer.finish(120.0)
+    finally:
+        writer.kill()
+    return path
+
+
+def answer_plainly(model, folder, **options):
+    """Prompts by length, and the tokens that an engine without a connector makes of them."""
+    cluster = Cluster(model, folder)
+    try:
+        plain = cluster.start("plain", **options)
+        prompts = make_prompts(LENGTHS, 1)
+        plain.start_generating(prompts)
+        answers = plain.answers()
+    finally:
+        cluster.close()
+    return {len(p): (p, a.tokens) for p, a in zip(prompts, answers, strict=True)}
 
 
 def wait_for(condition, what, timeout=60.0):

@@ -1,0 +1,60 @@
+"""Blocks between two processes whose memory is on one GPU, or on the GPU and the host.
+
+``python -m bench.gpu`` compares every byte; the limit is a copy of the same blocks inside the GPU.
+"""
+
+import argparse
+import json
+import sys
+
+from rich.console import Console
+
+from pynixlkv.cli.bench.cases import Case, Series
+from pynixlkv.cli.bench.run import run_cases
+from pynixlkv.cli.render import bench_table, bench_verdict
+
+TOTAL_BYTES = 64 << 20
+SIZES = [16 << 10, 64 << 10, 1 << 20]
+SERIES = (Series.memcpy, Series.binding, Series.ucx, Series.nixl)
+ROUNDS = 9
+TIMEOUT_S = 240
+
+
+def make_cases(device, total_bytes=TOTAL_BYTES, sizes=SIZES, series=SERIES):
+    """Return the cases of a device of torch; with "cpu" they run anywhere."""
+    there = f"torch:{device}"
+    transport = "cuda_ipc" if device.startswith("cuda") else "cma"
+    return [
+        Case(
+            transport, operation, "scattered", size, total_bytes // size, 64, series,
+            initiator_device=initiator, target_device=target,
+        )
+        for operation, initiator, target in [
+            ("get", there, there), ("put", there, there),
+            ("get", "cpu", there), ("put", there, "cpu"),
+        ]
+        for size in sizes
+    ]  # fmt: skip
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda:0", help="a device of torch (default: cuda:0)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(arguments)
+    report = run_cases(
+        make_cases(options.device), ROUNDS, TIMEOUT_S,
+        lambda label, done, total: print(f"{done}/{total} {label}", file=sys.stderr),
+    )  # fmt: skip
+    if options.json:
+        print(json.dumps(report.as_dict()))
+    else:
+        console = Console(width=100)
+        console.print(bench_table(report))
+        for line in bench_verdict(report):
+            console.print(line, markup=False)
+    return 0 if report.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

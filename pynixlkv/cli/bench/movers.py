@@ -1,0 +1,439 @@
+"""What moves the bytes: for each series the target's half and the initiator's half."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import numpy as np
+
+from pynixlkv.cli.bench.cases import Case, Series
+from pynixlkv.cli.bench.memory import Memory, contents
+from pynixlkv.cli.messages import RunError
+from pynixlkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+    from pynixlkv.engine import EngineAgent
+
+__all__ = ["InitiatorHalf", "TargetHalf", "find_nixl_python", "has_target"]
+
+_TIMEOUT_S = 60.0
+_TARGET_SEED, _INITIATOR_SEED, _ORDER_SEED = 1, 2, 3
+# How long a target takes part before it looks for the next command.
+_TURN_S = 1e-3
+_CALLS_PER_TURN = 100
+_NIXL_PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
+
+
+class _Offer(msgspec.Struct):
+    """Address of the target's memory, and what else reaching it takes."""
+
+    address: int
+    parts: list[bytes]
+
+
+def _order(case: Case) -> npt.NDArray[np.int64]:
+    """Return the piece at the target that each piece at the initiator belongs to."""
+    if case.pattern == "repeated":
+        return np.zeros(case.count, dtype=np.int64)
+    return np.random.default_rng(_ORDER_SEED).permutation(case.count)
+
+
+def _places(case: Case) -> npt.NDArray[np.uint64]:
+    """Return the offsets of each piece at the initiator and at the target."""
+    order = _order(case)
+    here = np.zeros_like(order) if case.pattern == "repeated" else np.arange(case.count)
+    return (np.stack([here, order], axis=1) * case.piece_bytes).astype(np.uint64)
+
+
+def _rows(case: Case, column: int, address: int) -> npt.NDArray[np.uint64]:
+    """Return address, length and device of each piece on one side."""
+    offsets = _places(case)[:, column]
+    rows = np.zeros((case.count, 3), dtype=np.uint64)
+    rows[:, 0] = offsets + np.uint64(address)
+    rows[:, 1] = case.piece_bytes
+    return rows
+
+
+def _content(case: Case, seed: int) -> npt.NDArray[np.uint8]:
+    return contents(case.memory_bytes, seed)
+
+
+def _target_content(series: Series, case: Case) -> npt.NDArray[np.uint8]:
+    """Return what is read from the target."""
+    if series is Series.binding_unwritten:
+        return np.zeros(case.memory_bytes, dtype=np.uint8)
+    return _content(case, _TARGET_SEED)
+
+
+class Target(Protocol):
+    """The side that is read from or written to."""
+
+    memory: Memory
+
+    def offer(self) -> bytes:
+        """Return what the initiator needs."""
+        ...
+
+    def progress(self) -> bool:
+        """Take part for a moment; False if that is never needed."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class Initiator(Protocol):
+    """The side that reads or writes."""
+
+    memory: Memory
+
+    def run(self) -> float:
+        """Move everything once and return, when it has arrived, how many seconds that took."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class _BindingSide:
+    """A worker and mapped memory of the thin binding."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        from pynixlkv.ucx import Context, Worker
+
+        self.memory = Memory(case.memory_bytes, device)
+        self._context = Context()
+        self._worker = Worker(self._context)
+        self._mapped = self._context.map(self.memory.buffer)
+
+
+class _BindingTarget(_BindingSide):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case, case.target_device)
+
+    def offer(self) -> bytes:
+        parts = [self._worker.address, self._mapped.pack()]
+        return msgspec.msgpack.encode(_Offer(self.memory.address, parts))
+
+    def progress(self) -> bool:
+        # As the other end of ucx_perftest does: what UCX emulates needs the target's processor.
+        self._worker.spin(_TURN_S)
+        return True
+
+    def close(self) -> None:
+        self._mapped.close()
+
+
+class _BindingInitiator(_BindingSide):
+    def __init__(self, case: Case, offer: _Offer) -> None:
+        from pynixlkv.ucx import Endpoint, RemoteKey, get_batch, put_batch
+
+        super().__init__(case, case.initiator_device)
+        self._case = case
+        self._endpoint = Endpoint(self._worker, offer.parts[0])
+        self._key = RemoteKey(self._endpoint, offer.parts[1])
+        self._places = _places(case)
+        self._make = get_batch if case.operation == "get" else put_batch
+
+    def run(self) -> float:
+        case = self._case
+        started = time.perf_counter()
+        batch = self._make(
+            self._mapped,
+            self._key,
+            self._places,
+            case.piece_bytes,
+            window=case.window,
+            timed=case.is_latency,
+        )
+        batch.wait(_TIMEOUT_S, spin=True)
+        if case.is_latency:
+            return float(np.median(batch.piece_times)) * case.count
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        self._endpoint.close()
+        self._mapped.close()
+
+
+def _make_agent(series: Series, name: str) -> EngineAgent:
+    if series is Series.nixl:
+        from pynixlkv.nixl import NixlAgent
+
+        return NixlAgent(name)
+    from pynixlkv.ucx import UcxAgent
+
+    return UcxAgent(name)
+
+
+class _AgentSide:
+    """An agent with registered memory."""
+
+    def __init__(self, series: Series, case: Case, role: str, device: str) -> None:
+        self._agent = _make_agent(series, role)
+        allocated = None
+        if series is Series.ucx_allocated and role == "target":
+            from pynixlkv.ucx import UcxAgent
+
+            assert isinstance(self._agent, UcxAgent)
+            allocated = self._agent.allocate(case.memory_bytes)
+        self.memory = Memory(case.memory_bytes, device, allocated)
+        self._registration = self._agent.register(self.memory.buffer)
+
+    def close(self) -> None:
+        self._registration.close()
+        self._agent.close()
+
+
+class _AgentTarget(_AgentSide):
+    def __init__(self, series: Series, case: Case) -> None:
+        super().__init__(series, case, "target", case.target_device)
+
+    def offer(self) -> bytes:
+        return msgspec.msgpack.encode(_Offer(self.memory.address, [self._agent.hello()]))
+
+    def progress(self) -> bool:
+        return False  # an agent has a thread for that
+
+
+class _AgentInitiator(_AgentSide):
+    def __init__(self, series: Series, case: Case, offer: _Offer) -> None:
+        super().__init__(series, case, "initiator", case.initiator_device)
+        self._peer = self._agent.connect(offer.parts[0])
+        self._local = _rows(case, 0, self.memory.address)
+        self._remote = _rows(case, 1, offer.address)
+        agent = self._agent
+        self._move = agent.read_descriptors if case.operation == "get" else agent.write_descriptors
+
+    def run(self) -> float:
+        started = time.perf_counter()
+        self._move(self._peer, self._local, self._remote, timeout=_TIMEOUT_S).wait()
+        return time.perf_counter() - started
+
+
+def find_nixl_python() -> str | None:
+    """Return the name of the installed package with NIXL's own Python API, if one can be used.
+
+    Returns
+    -------
+    str or None
+        For example ``"nixl_cu12"``; None without torch, which the API imports.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return None
+    return next((n for n in _NIXL_PACKAGES if importlib.util.find_spec(n) is not None), None)
+
+
+class _NixlPythonSide:
+    """An agent of NIXL's own Python API.
+
+    Its progress thread would burn a core on each side all the time, so it is off; the target makes
+    progress when it is told to.
+    """
+
+    def __init__(self, case: Case, role: str, device: str) -> None:
+        package = find_nixl_python()
+        if package is None:
+            raise ConfigError("NIXL's Python API cannot be imported")
+        api = importlib.import_module(f"{package}._api")
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        self._agent: Any = api.nixl_agent(role, config)
+        self.memory = Memory(case.memory_bytes, device)
+        self._kind = "DRAM" if self.memory.is_host else "VRAM"
+        span = (self.memory.address, self.memory.nbytes, 0, "")
+        self._registered = self._agent.register_memory([span], self._kind)
+
+    def close(self) -> None:
+        self._agent.deregister_memory(self._registered)
+
+
+class _NixlPythonTarget(_NixlPythonSide):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case, "target", case.target_device)
+
+    def offer(self) -> bytes:
+        parts = [self._agent.get_agent_metadata(), self._kind.encode()]
+        return msgspec.msgpack.encode(_Offer(self.memory.address, parts))
+
+    def progress(self) -> bool:
+        for _ in range(_CALLS_PER_TURN):
+            self._agent.get_new_notifs()
+        return True
+
+
+class _NixlPythonInitiator(_NixlPythonSide):
+    def __init__(self, case: Case, offer: _Offer) -> None:
+        super().__init__(case, "initiator", case.initiator_device)
+        self._peer = self._agent.add_remote_agent(offer.parts[0])
+        local = _rows(case, 0, self.memory.address)
+        remote = _rows(case, 1, offer.address)
+        self._local = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", local, self._kind)
+        self._remote = self._agent.prep_xfer_dlist(self._peer, remote, offer.parts[1].decode())
+        self._indices = np.arange(case.count, dtype=np.int32)
+        self._operation = "READ" if case.operation == "get" else "WRITE"
+
+    def run(self) -> float:
+        agent = self._agent
+        started = time.perf_counter()
+        handle = agent.make_prepped_xfer(
+            self._operation, self._local, self._indices, self._remote, self._indices
+        )
+        state = agent.transfer(handle)
+        while state == "PROC":
+            state = agent.check_xfer_state(handle)
+        agent.release_xfer_handle(handle)
+        if state != "DONE":
+            raise RunError(f"NIXL's transfer ended in state {state}")
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        self._agent.release_dlist_handle(self._local)
+        self._agent.release_dlist_handle(self._remote)
+        self._agent.remove_remote_agent(self._peer)
+        super().close()
+
+
+class _Memcpy:
+    """The same pieces inside one process."""
+
+    def __init__(self, case: Case) -> None:
+        # Inside the GPU where one is involved.
+        device = max(case.initiator_device, case.target_device, key=lambda name: name != "cpu")
+        self.memory = Memory(case.memory_bytes, device)
+        source = Memory(case.memory_bytes, device)
+        source.put(_content(case, _TARGET_SEED))
+        self._copy = self.memory.make_copier(source, _order(case), case.piece_bytes)
+
+    def run(self) -> float:
+        started = time.perf_counter()
+        self._copy()
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        pass
+
+
+_TARGETS: dict[Series, Callable[[Case], Target]] = {
+    Series.binding: _BindingTarget,
+    Series.binding_unwritten: _BindingTarget,
+    Series.ucx: lambda case: _AgentTarget(Series.ucx, case),
+    Series.ucx_allocated: lambda case: _AgentTarget(Series.ucx_allocated, case),
+    Series.nixl: lambda case: _AgentTarget(Series.nixl, case),
+    Series.nixl_python: _NixlPythonTarget,
+}
+_INITIATORS: dict[Series, Callable[[Case, _Offer], Initiator]] = {
+    Series.binding: _BindingInitiator,
+    Series.binding_unwritten: _BindingInitiator,
+    Series.ucx: lambda case, offer: _AgentInitiator(Series.ucx, case, offer),
+    Series.ucx_allocated: lambda case, offer: _AgentInitiator(Series.ucx_allocated, case, offer),
+    Series.nixl: lambda case, offer: _AgentInitiator(Series.nixl, case, offer),
+    Series.nixl_python: _NixlPythonInitiator,
+}
+
+
+def has_target(series: Series) -> bool:
+    """Return whether a series needs a target of this program."""
+    return series in _TARGETS
+
+
+def _is_read(series: Series, case: Case) -> bool:
+    """Return whether the bytes arrive at the initiator."""
+    return case.operation == "get" or series is Series.memcpy
+
+
+class TargetHalf:
+    """The target's half of a series, its memory filled with what is read from it.
+
+    Parameters
+    ----------
+    series : Series
+        What moves the bytes.
+    case : Case
+        What is moved.
+    """
+
+    def __init__(self, series: Series, case: Case) -> None:
+        self._case = case
+        self._target = _TARGETS[series](case)
+        self._expected = _target_content(series, case)
+        if series is Series.binding_unwritten:
+            pass
+        elif _is_read(series, case):
+            self._target.memory.put(self._expected)
+        else:
+            pieces = np.empty((case.memory_bytes // case.piece_bytes, case.piece_bytes), np.uint8)
+            pieces[_order(case)] = _content(case, _INITIATOR_SEED).reshape(pieces.shape)
+            self._expected = pieces.reshape(-1)
+        self.offer = self._target.offer
+        self.progress = self._target.progress
+        self.close = self._target.close
+        self.clear = self._target.memory.clear
+
+    def count_wrong(self) -> int:
+        """Return how many bytes are not what they must be after a put."""
+        return self._target.memory.count_wrong(self._expected)
+
+
+class InitiatorHalf:
+    """The initiator's half of a series, its memory filled with what is written from it.
+
+    Parameters
+    ----------
+    series : Series
+        What moves the bytes.
+    case : Case
+        What is moved.
+    offer : bytes
+        What the target's half has offered; empty for those that have none.
+    """
+
+    def __init__(self, series: Series, case: Case, offer: bytes) -> None:
+        self._is_read = _is_read(series, case)
+        self._mover: Initiator
+        if series is Series.memcpy:
+            self._mover = _Memcpy(case)
+        else:
+            self._mover = _INITIATORS[series](case, msgspec.msgpack.decode(offer, type=_Offer))
+        self._expected = _content(case, _INITIATOR_SEED)
+        if self._is_read:
+            pieces = _target_content(series, case).reshape(-1, case.piece_bytes)
+            order = _order(case)
+            self._expected = pieces[order if case.pattern == "scattered" else 0].reshape(-1)
+            self._mover.memory.clear()
+        else:
+            self._mover.memory.put(self._expected)
+        self.close = self._mover.close
+
+    def run(self, *, compare: bool, spoil: bool = False) -> tuple[float, int]:
+        """Move everything once.
+
+        Parameters
+        ----------
+        compare : bool
+            Clear what will be read before, and compare it afterwards.
+        spoil : bool
+            Flip a bit before comparing.
+
+        Returns
+        -------
+        seconds : float
+            How long it took; where each piece waits for the one before it, the median piece times
+            their number.
+        wrong_bytes : int
+            Bytes that differ.
+        """
+        memory = self._mover.memory
+        if compare and self._is_read:
+            memory.clear()
+        seconds = self._mover.run()
+        if spoil:
+            memory.corrupt()
+        return seconds, memory.count_wrong(self._expected) if compare else 0

@@ -1,0 +1,179 @@
+"""UCX's own measurement, ``ucx_perftest``: what the library reaches without us."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pynixlkv._loader import find_ucx
+from pynixlkv.cli.bench.cases import TRANSPORTS
+from pynixlkv.cli.messages import RunError
+from pynixlkv.errors import LibraryNotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pynixlkv.cli.bench.cases import Case
+
+__all__ = ["HOW_TO_GET", "Perftest"]
+
+HOW_TO_GET = (
+    "ucx_perftest was not found beside the UCX in use, nor in PATH; the distribution libucx-cu12 "
+    '(pip install "pynixlkv[ucx]") has it, as does ucx-utils of Linux distributions'
+)
+_TIMEOUT_S = 60.0
+_LOOK_S = 0.002
+_TESTS = {"get": "ucp_get", "put": "ucp_put_bw"}
+_MEDIAN, _MEAN = "50.0_percentile_lat", "overall_lat"
+_LISTEN = "0A"  # state of a socket in /proc/net/tcp
+
+
+class Perftest:
+    """The program, for the UCX that pynixlkv uses if that has one.
+
+    Parameters
+    ----------
+    program : Path
+        Its file.
+    environment : mapping of str to str
+        What it needs besides the environment of this process.
+    """
+
+    def __init__(self, program: Path, environment: Mapping[str, str]) -> None:
+        self.program = program
+        self._environment = environment
+
+    @classmethod
+    def find(cls) -> Perftest | None:
+        """Return it; None if there is none."""
+        try:
+            library = Path(find_ucx().path)
+        except LibraryNotFoundError:
+            return None
+        beside = library.parent.parent / "bin" / "ucx_perftest"
+        if beside.is_file():
+            return cls(beside, {"LD_LIBRARY_PATH": str(library.parent)})
+        found = shutil.which("ucx_perftest")
+        return cls(Path(found), {}) if found else None
+
+    def run(self, case: Case) -> float:
+        """Measure a case in two processes of its own.
+
+        Parameters
+        ----------
+        case : Case
+            With the pattern ``"repeated"``, the only one that it has.
+
+        Returns
+        -------
+        float
+            Seconds for all pieces; where each waits for the one before it, the median piece times
+            their number.
+
+        Raises
+        ------
+        RunError
+            If it fails or does not end.
+
+        Notes
+        -----
+        Neither process outlives the call, whatever ends it.
+        """
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        environment = {**os.environ, **TRANSPORTS[case.transport].environment, **self._environment}
+        with ExitStack() as stack:
+
+            def start(*arguments: str) -> subprocess.Popen[str]:
+                output = stack.enter_context(tempfile.TemporaryFile("w+"))
+                process = subprocess.Popen(
+                    [str(self.program), "-p", str(port), *arguments],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    start_new_session=True,
+                )
+                process.stdout = output
+                stack.callback(process.wait)
+                stack.callback(process.send_signal, signal.SIGKILL)
+                return process
+
+            deadline = time.monotonic() + _TIMEOUT_S
+            server = start()
+            while not _is_listening(port):
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise RunError(f"ucx_perftest does not listen: {_output(server)}")
+                time.sleep(_LOOK_S)
+            client = start(
+                "127.0.0.1",
+                *("-t", _TESTS[case.operation], "-s", str(case.piece_bytes)),
+                *("-n", str(case.count), "-w", str(max(1, case.count // 10))),
+                *("-O", str(case.window), "-e", "-z", "-f", "-v"),
+            )
+            try:
+                status = client.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise RunError(f"ucx_perftest has not ended within {_TIMEOUT_S:g} s") from None
+            output = _output(client)
+            if status:
+                raise RunError(f"ucx_perftest ended with {status}: {output}")
+        column = _MEDIAN if case.is_latency else _MEAN
+        return read_microseconds(output, column) * 1e-6 * case.count
+
+
+def read_microseconds(output: str, column: str) -> float:
+    """Return a time of a piece, in microseconds, from what ucx_perftest prints as CSV.
+
+    Parameters
+    ----------
+    output : str
+        All that it has written.
+    column : str
+        Heading of the number.
+
+    Returns
+    -------
+    float
+        Microseconds.
+
+    Raises
+    ------
+    RunError
+        If the number is not there.
+    """
+    lines = [line.split(",") for line in output.splitlines()]
+    for header, values in pairwise(lines):
+        if column in header and len(values) == len(header):
+            return float(values[header.index(column)])
+    raise RunError(f"ucx_perftest has not printed {column}: {output}")
+
+
+def _output(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    process.stdout.seek(0)
+    return process.stdout.read().strip()
+
+
+def _is_listening(port: int) -> bool:
+    """Look without connecting: the first connection is the one that it serves."""
+    for name in ("tcp", "tcp6"):
+        table = Path("/proc/net") / name
+        if not table.exists():
+            continue
+        for line in table.read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                return True
+    return False

@@ -1,0 +1,82 @@
+"""Host buffers: device memory that cannot be registered is copied by vLLM's own function."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pynixlkv.connector.hostcopy import TensorCopy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pynixlkv.connector.fences import Fence
+    from pynixlkv.connector.metadata import BlockLists
+    from pynixlkv.connector.staging import Direction
+    from pynixlkv.geometry import Geometry
+
+__all__ = ["BlockCopy", "StreamFence"]
+
+
+class StreamFence:
+    """Done when all work that was launched on the current stream has ended."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def done(self) -> bool:
+        """Return whether it has ended."""
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+class BlockCopy:
+    """Copies blocks between vLLM's tensors and host tensors of the same names.
+
+    Parameters
+    ----------
+    device, host : mapping of str to torch.Tensor
+        By layer name.
+    geometry : Geometry
+        Of the device's tensors: says which layers share a table.
+    """
+
+    def __init__(
+        self,
+        device: Mapping[str, torch.Tensor],
+        host: Mapping[str, torch.Tensor],
+        geometry: Geometry,
+    ) -> None:
+        self.operation: Callable[..., None] | None = None
+        """vLLM's copy function, once it has given one."""
+        self._groups = []
+        for group in geometry.groups:
+            names = sorted({region.name for region in group.regions})
+            pair = {name: device[name] for name in names}, {name: host[name] for name in names}
+            self._groups.append(pair)
+
+    def __call__(
+        self, direction: Direction, device_blocks: BlockLists, host_blocks: BlockLists
+    ) -> Fence:
+        """Start to copy; as `pynixlkv.connector.staging.CopyFunction` says."""
+        if self.operation is None:
+            plain = TensorCopy(*((device, host, "BHND") for device, host in self._groups))
+            return plain(direction, device_blocks, host_blocks)
+        for (device, host), mine, theirs in zip(
+            self._groups, device_blocks, host_blocks, strict=True
+        ):
+            ids, other = list(mine), list(theirs)
+            if direction == "d2h":
+                self.operation(device, host, ids, other, direction)
+            else:
+                self.operation(host, device, other, ids, direction)
+        return StreamFence() if torch.cuda.is_available() else _DONE
+
+
+class _Done:
+    def done(self) -> bool:
+        return True
+
+
+_DONE = _Done()

@@ -1,0 +1,248 @@
+// Two engines on UCX in one process, each with a thread of its own, over a real libucp: the one
+// that PYNIXLKV_UCX_LIBRARY names.
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/live_count.hpp"
+#include "check.hpp"
+#include "transfer/engine.hpp"
+#include "ucx/driver.hpp"
+#include "ucx/listener.hpp"
+#include "ucx/request.hpp"
+
+using namespace pynixlkv;
+using namespace std::chrono_literals;
+using transfer::Engine;
+using transfer::Op;
+using transfer::Span;
+using transfer::State;
+using ucx::ConfigMap;
+
+namespace {
+
+constexpr std::size_t kBlock = 4096;
+constexpr std::size_t kBlocks = 256;
+constexpr std::size_t kBytes = kBlock * kBlocks;
+
+transfer::TimePoint in(transfer::Clock::duration d) {
+    return transfer::Clock::now() + d;
+}
+
+std::shared_ptr<const ucx::Library> library() {
+    static const auto opened = ucx::Library::open(std::getenv("PYNIXLKV_UCX_LIBRARY"));
+    return opened;
+}
+
+/// An engine with a pool of memory, ordinary or UCX's own.
+struct Side {
+    Side(std::string its_name, const ConfigMap& config, bool allocate)
+        : name(std::move(its_name)), context(ucx::Context::create(library(), config)) {
+        static int count = 0;
+        incarnation = std::to_string(::getpid()) + "-" + std::to_string(++count);
+        transfer::EngineOptions options;
+        options.incarnation = incarnation;
+        engine = std::make_unique<Engine>(
+            name, [this] { return std::make_unique<ucx::UcxDriver>(context, name); }, options);
+        if (allocate) {
+            allocated = ucx::MemoryHandle::allocate(context, kBytes);
+            pool = reinterpret_cast<unsigned char*>(allocated->address());  // NOLINT
+        } else {
+            ordinary.resize(kBytes);
+            pool = ordinary.data();
+        }
+        spans = {{{reinterpret_cast<std::uint64_t>(pool), kBytes, 0}, transfer::Memory::kDram}};
+        registration = engine->register_memory(spans);
+    }
+    Side(const Side&) = delete;
+    Side& operator=(const Side&) = delete;
+    ~Side() {
+        registration.reset();
+        CHECK(engine->close(in(20s)));
+    }
+
+    std::shared_ptr<transfer::Peer> connect(const Side& other) const {
+        return engine->connect(other.name, other.incarnation, other.engine->metadata(),
+                               other.spans);
+    }
+    Row row(std::size_t block) const { return {spans[0].row.address + block * kBlock, kBlock, 0}; }
+    bool holds(std::size_t block, unsigned char value) const {
+        return std::all_of(pool + block * kBlock, pool + (block + 1) * kBlock,
+                           [value](unsigned char byte) { return byte == value; });
+    }
+
+    const std::string name;
+    std::string incarnation;
+    std::shared_ptr<ucx::Context> context;
+    std::shared_ptr<ucx::MemoryHandle> allocated;
+    std::vector<unsigned char> ordinary;
+    unsigned char* pool = nullptr;
+    std::vector<Span> spans;
+    std::unique_ptr<Engine> engine;
+    std::shared_ptr<transfer::Registration> registration;
+};
+
+/// What threads of both sides do at the same time: reads by block, with notifications.
+void pull_from_both_sides(const ConfigMap& config, bool allocate) {
+    Side a("a", config, allocate);
+    Side b("b", config, allocate);
+    for (std::size_t i = 0; i < kBytes / 2; ++i) {
+        a.pool[i] = static_cast<unsigned char>(i / kBlock);
+        b.pool[i] = static_cast<unsigned char>(i / kBlock + 100);
+    }
+    const auto to_b = a.connect(b);
+    const auto to_a = b.connect(a);
+    constexpr std::size_t kEach = 64;
+    std::atomic<std::size_t> done{0};
+    const auto pull = [&done](const Side& here, const Side& there,
+                              const std::shared_ptr<transfer::Peer>& peer, std::size_t first) {
+        for (std::size_t i = first; i < first + kEach; ++i) {
+            transfer::Request request;
+            request.op = Op::kRead;
+            request.peer = peer;
+            request.local_extents = {here.row(kBlocks / 2 + i)};
+            request.remote_extents = {there.row(i)};
+            request.notify = std::to_string(i);
+            request.timeout = 60s;
+            const auto t = here.engine->submit(request);
+            if (t->wait(in(60s)) && t->state() == State::kDone) ++done;
+        }
+    };
+    std::vector<std::thread> threads;
+    for (const std::size_t first : {std::size_t{0}, kEach}) {
+        threads.emplace_back([&, first] { pull(a, b, to_b, first); });
+        threads.emplace_back([&, first] { pull(b, a, to_a, first); });
+    }
+    std::size_t notes = 0;
+    const auto until = in(90s);
+    while (notes < 4 * kEach && transfer::Clock::now() < until) {
+        notes += a.engine->take_notifications(in(10ms)).size();
+        notes += b.engine->take_notifications(in(10ms)).size();
+    }
+    for (auto& thread : threads) thread.join();
+    CHECK_EQ(done.load(), 4 * kEach);
+    CHECK_EQ(notes, 4 * kEach);
+    for (std::size_t i = 0; i < kBlocks / 2; ++i) {
+        CHECK(a.holds(kBlocks / 2 + i, static_cast<unsigned char>(i + 100)));
+        CHECK(b.holds(kBlocks / 2 + i, static_cast<unsigned char>(i)));
+    }
+}
+
+}  // namespace
+
+TEST_CASE("both sides read at once, from several threads, over tcp") {
+    pull_from_both_sides({{"TLS", "tcp"}, {"RNDV_THRESH", "inf"}}, false);
+}
+
+TEST_CASE("both sides read at once, from several threads, by default") {
+    pull_from_both_sides({{"RNDV_THRESH", "inf"}}, false);
+}
+
+TEST_CASE("both sides read memory of UCX at once") {
+    pull_from_both_sides({{"RNDV_THRESH", "inf"}}, true);
+}
+
+TEST_CASE("a write is there before its notification") {
+    Side a("a", {{"TLS", "tcp"}}, false);
+    Side b("b", {{"TLS", "tcp"}}, false);
+    const auto to_b = a.connect(b);
+    for (unsigned char value = 1; value < 50; ++value) {
+        std::fill_n(a.pool, kBlock, value);
+        transfer::Request request;
+        request.op = Op::kWrite;
+        request.peer = to_b;
+        request.local_extents = {a.row(0)};
+        request.remote_extents = {b.row(value)};
+        request.notify = "written";
+        request.timeout = 60s;
+        const auto t = a.engine->submit(request);
+        CHECK_EQ(b.engine->take_notifications(in(60s)).size(), 1U);
+        CHECK(b.holds(value, value));
+        CHECK(t->wait(in(60s)));
+    }
+}
+
+TEST_CASE("an engine that goes away ends what its peer asks of it") {
+    Side a("a", {{"TLS", "tcp"}}, false);
+    std::shared_ptr<transfer::Peer> peer;
+    std::vector<std::shared_ptr<transfer::Transfer>> transfers;
+    {
+        Side b("b", {{"TLS", "tcp"}}, false);
+        peer = a.connect(b);
+        for (std::size_t i = 0; i < 32; ++i) {
+            transfer::Request request;
+            request.op = Op::kRead;
+            request.peer = peer;
+            request.local_extents = {a.row(i)};
+            request.remote_extents = {b.row(i)};
+            request.timeout = 60s;
+            transfers.push_back(a.engine->submit(request));
+        }
+    }
+    for (const auto& t : transfers) {
+        CHECK(t->wait(in(60s), true));
+        CHECK(t->state() == State::kDone || t->state() == State::kPeerLost);
+    }
+}
+
+TEST_CASE("an engine without error handling refuses one with it") {
+    const Side a("a", {{"TLS", "tcp"}}, false);
+    const auto context = ucx::Context::create(library(), {{"TLS", "tcp"}});
+    ucx::UcxDriver driver(context, "b", ucx::capi::kErrorNone);
+    CHECK_THROWS(Error, driver.connect("a", a.engine->metadata()));
+}
+
+TEST_CASE("connections by socket address carry messages and end when the peer closes") {
+    const auto context = ucx::Context::create(library(), {{"TLS", "tcp"}});
+    const auto server = ucx::Worker::create(context);
+    const auto client = ucx::Worker::create(context);
+    const auto listener = ucx::Listener::create(server, ucx::SocketAddress("127.0.0.1", 0));
+    std::string seen;
+    server->on_message(3, [&seen](std::string_view, std::string_view data) { seen = data; });
+    const auto there =
+        ucx::Endpoint::connect(client, ucx::SocketAddress("127.0.0.1", listener->port()));
+    const std::string data = "by socket address";
+    const auto sent = ucx::Request::start(
+        there, "ucp_am_send_nbx", {},
+        [&](ucx::Completion& completion) { there->send(completion, 3, "h", data); });
+    std::shared_ptr<ucx::Endpoint> here;
+    CHECK(server->progress_until(in(20s), true, [&] {
+        client->progress();
+        if (!here) here = listener->accept();
+        return here && !seen.empty();
+    }));
+    CHECK_EQ(seen, data);
+    CHECK(sent->check());
+    here->close();
+    CHECK(client->progress_until(in(20s), true, [&] {
+        server->progress();
+        return there->failure().has_value();
+    }));
+    listener->close();
+    listener->close();
+    CHECK_THROWS(Error, listener->accept());
+}
+
+TEST_CASE("nothing is left alive") {
+    for (const auto& [name, count] : LiveCounters::snapshot()) {
+        if (count != 0)
+            std::printf("      %s: %lld\n", name.c_str(), static_cast<long long>(count));
+        CHECK_EQ(count, 0);
+    }
+}
+
+int main() {
+    if (std::getenv("PYNIXLKV_UCX_LIBRARY") == nullptr) {
+        std::printf("skipped: PYNIXLKV_UCX_LIBRARY names no libucp.so.0\n");
+        return 77;
+    }
+    return check::run();
+}

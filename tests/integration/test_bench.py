@@ -1,0 +1,152 @@
+"""The bench as a program: real bytes, compared, and every way in which it must not pass."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from bench.gpu import make_cases as make_gpu_cases
+from pynixlkv.cli.bench.cases import Case, Fault, Series
+from pynixlkv.cli.bench.run import run_cases
+from pynixlkv.cli.render import bench_verdict
+
+BENCH = [sys.executable, "-m", "pynixlkv", "bench"]
+KIB = 1 << 10
+
+
+def run(*options):
+    return subprocess.run(
+        [*BENCH, *options], check=False, capture_output=True, text=True, timeout=110
+    )
+
+
+def measure(*cases, rounds=2):
+    return run_cases(cases, rounds, 100, lambda *_: None)
+
+
+@pytest.mark.parametrize("operation", ["get", "put"])
+@pytest.mark.parametrize("transport", ["cma", "tcp"])
+def test_everything_that_is_compared_moves_the_right_bytes(transport, operation):
+    series = (Series.memcpy, Series.binding, Series.ucx, Series.nixl)
+    report = measure(Case(transport, operation, "scattered", 4 * KIB, 64, 8, series))
+    assert report.ok, bench_verdict(report)
+    (case,) = report.cases
+    assert [each.series for each in case.series] == [each.value for each in series]
+    for each in case.series:
+        assert len(each.seconds) == 2
+        assert each.gb_per_s > 0
+    assert case.series[0].ratio is None
+    assert all(each.ratio > 0 for each in case.series[1:])
+
+
+def test_nixl_python_and_unwritten_memory_take_part_too():
+    series = (Series.perftest, Series.binding_unwritten, Series.binding)
+    report = measure(
+        Case("cma", "get", "scattered", 4 * KIB, 64, 8, (Series.memcpy, Series.nixl_python)),
+        Case("cma", "get", "repeated", 64 * KIB, 16, 1, series),
+        Case("cma", "put", "repeated", 64 * KIB, 16, 4, (Series.perftest, Series.binding)),
+    )
+    assert report.ok, bench_verdict(report)
+    assert [case.limit for case in report.cases] == ["memcpy", "ucx_perftest", "ucx_perftest"]
+
+
+@pytest.mark.parametrize("transport", ["posix", "sysv"])
+def test_allocated_memory_is_measured(transport):
+    series = (Series.memcpy, Series.ucx_allocated)
+    report = measure(Case(transport, "put", "scattered", 16 * KIB, 64, 8, series))
+    assert report.ok, bench_verdict(report)
+
+
+def test_the_gpu_cases_run_on_the_host():
+    series = (Series.memcpy, Series.binding, Series.ucx, Series.nixl)
+    cases = make_gpu_cases("cpu", total_bytes=KIB << 8, sizes=[16 * KIB], series=series)
+    report = measure(*cases)
+    assert report.ok, bench_verdict(report)
+    assert len(report.cases) == 4
+
+
+def test_b110_a_run_that_fails_is_counted_and_not_timed():
+    case = Case("cma", "get", "scattered", 4 * KIB, 16, 8, (Series.binding,), fault=Fault.run)
+    report = measure(case, rounds=10)
+    (series,) = report.cases[0].series
+    assert (len(series.seconds), series.failures) == (9, 1)
+    assert "on purpose" in series.error
+    assert not report.ok
+
+
+def test_a_flipped_bit_fails_the_command():
+    done = run("--quick", "--transport", "posix", "--fault", "byte")
+    assert done.returncode == 1
+    assert "FAILED: posix" in done.stdout
+    assert "2 bytes differ" in done.stdout
+
+
+def test_the_json_says_where_it_was_measured_and_the_plot_is_drawn(tmp_path):
+    plot = tmp_path / "plot.png"
+    done = run("--quick", "--transport", "posix", "--json", "--plot", str(plot))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["ok"] is True
+    assert report["machine"]["cores"] >= 1
+    assert report["versions"]["ucx"]
+    assert len(report["load_average"]) == 2
+    assert "not with --quick" in report["absent"]["nixl"]
+    assert report["cases"][0]["transport"] == "posix"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--transport", "carrier-pigeon"], ["carrier-pigeon", "posix"]),
+        (["--transport", "cuda_ipc"], ["cuda_ipc", "bench/gpu.py"]),
+        (["--plot", "plot.doc"], ["plot.doc", ".png"]),
+    ],
+)
+def test_impossible_options_are_refused_before_anything_starts(options, words):
+    done = run("--json", *options)
+    assert done.returncode == 1
+    error = json.loads(done.stdout)["error"]
+    assert all(word in error for word in words)
+
+
+def test_a_plot_without_matplotlib_is_refused_with_the_remedy():
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; sys.argv = ['pynixlkv', 'bench', "
+        "'--plot', 'p.png']; import pynixlkv.cli as c; c.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert 'pip install "pynixlkv[bench]"' in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupt_leaves_no_process_behind(number):
+    bench = subprocess.Popen(
+        [*BENCH, "--transport", "cma", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A shell's background job starts with interrupts ignored, and its children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    watched = psutil.Process(bench.pid)
+    deadline = time.monotonic() + 60
+    seen = []
+    # Both sides and both ends of ucx_perftest run.
+    while len(seen) < 4:
+        assert time.monotonic() < deadline
+        assert bench.poll() is None
+        psutil.wait_procs(seen, timeout=0.02)
+        seen = watched.children(recursive=True)
+    os.kill(bench.pid, number)
+    bench.communicate(timeout=30)
+    assert bench.returncode == (130 if number is signal.SIGINT else 143)
+    _, alive = psutil.wait_procs(seen, timeout=10)
+    assert alive == []

@@ -1,0 +1,179 @@
+"""A toy engine in a process of its own, driven by a test over a `peers.Channel`.
+
+The process makes steps all the time; between them it does what it is told. Every command is
+answered by its result.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+from toy_engine import Model, ToyEngine
+
+from pynixlkv.connector.config import ConnectorConfig
+from pynixlkv.handshake import Handshake
+from pynixlkv.nixl import NixlAgent
+from pynixlkv.ucx import UcxAgent
+
+STEP_S = 0.002
+ENGINES = {
+    "nixl": NixlAgent,
+    "ucx": UcxAgent,
+    "nixl-tcp": functools.partial(NixlAgent, backend_params={"engine_config": "TLS=tcp"}),
+    "ucx-tcp": functools.partial(UcxAgent, config={"TLS": "tcp"}),
+}
+
+
+class Driver:
+    """What a test can ask of the engine; each public method is a command."""
+
+    def __init__(self):
+        self.engine = self.handshake = None
+        self.outcome = {}
+        self.watched = {}
+        self.aborted = set()
+
+    def make(self, transport, engine_id, model, config, **options):
+        """Begin an engine in place of the one before."""
+        self.close()
+        config = ConnectorConfig(**config)
+        self.engine = ToyEngine(
+            engine_id,
+            Model(**model),
+            ENGINES[transport],
+            None,
+            config=config,
+            background=True,
+            **options,
+        )
+        self.handshake = Handshake(
+            engine_id, self.engine.hellos, compatibility=config.compatibility
+        )
+        self.engine.scheduler.address = self.handshake.host, self.handshake.port
+        return self.engine.scheduler.address
+
+    def close(self):
+        if self.handshake is not None:
+            self.handshake.close()
+            self.handshake = None
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+        self.outcome, self.watched, self.aborted = {}, {}, set()
+
+    def prefill(self, request_id, prompt, num_tokens):
+        return self.engine.prefill(request_id, prompt, num_tokens)
+
+    def begin(self, request_id, prompt, num_tokens):
+        self.engine.begin(request_id, prompt, num_tokens)
+
+    def compute(self, request_id, until):
+        self.engine.compute(request_id, until)
+
+    def hand_over(self, request_id):
+        return self.engine.hand_over(request_id)
+
+    def fetch(self, request_id, prompt, num_tokens, params, num_computed=0):
+        """Let a request arrive, and schedule it."""
+        self.engine.arrive(request_id, prompt, num_tokens, params)
+        return self.engine.schedule(request_id, num_computed)
+
+    def finish(self, request_id):
+        self.engine.finish(request_id)
+        if request_id in self.engine.requests:
+            self.aborted.add(request_id)  # its blocks are free when its end is reported
+
+    def overwrite(self, blocks, prompt):
+        """Let another request have blocks."""
+        for rank in self.engine.ranks:
+            rank.write(prompt, blocks, range(len(blocks) * self.engine.block_size))
+
+    def poison(self, request_id):
+        """Overwrite the blocks of a request that has ended, and watch them."""
+        self.watched[request_id] = blocks = self.engine.requests[request_id].blocks
+        for rank in self.engine.ranks:
+            rank.poison(blocks)
+
+    def is_poisoned(self, request_id):
+        blocks = self.watched[request_id]
+        tokens = range(len(blocks) * self.engine.block_size)
+        return all((rank.read(blocks, tokens) == 0xDEAD).all() for rank in self.engine.ranks)
+
+    def holds(self, request_id):
+        return self.engine.holds(request_id)
+
+    def ends(self):
+        """What has become of requests so far, by id: a word, or the name of an error's class."""
+        return self.outcome
+
+    def num_pushes(self):
+        return sum(len(rank.worker._sender._pushes) for rank in self.engine.ranks)
+
+    def num_running(self):
+        return sum(rank.agent._native.running for rank in self.engine.ranks)
+
+    def errors(self):
+        return sum(
+            rank.worker.stats.snapshot().events.get("errors", 0) for rank in self.engine.ranks
+        )
+
+    def step(self):
+        if self.engine is None:
+            return
+        new = self.engine.step()
+        self.outcome |= dict.fromkeys(new.sent, "sent")
+        for request_id in new.received:
+            # It is what the engine would go on with at once.
+            self.outcome[request_id] = "received" if self.engine.holds(request_id) else "wrong"
+        for request_id, ends in new.failed.items():
+            self.outcome[request_id] = {
+                end.state.value if end.state.value != "failed" else type(end.error).__name__
+                for end in ends
+            }
+        for request_id in self.aborted & self.outcome.keys():
+            self.aborted.remove(request_id)
+            self.engine._drop(request_id)
+
+
+def run_engine(channel):
+    """Do what the test says, until it says None."""
+    logging.disable(logging.WARNING)
+    driver = Driver()
+    try:
+        while True:
+            driver.step()
+            if not channel.has_data(STEP_S):
+                continue
+            command = channel.receive()
+            if command is None:
+                return
+            name, args, options = command
+            channel.send(getattr(driver, name)(*args, **options))
+    finally:
+        driver.close()
+
+
+class Remote:
+    """The test's end: methods are commands of `Driver`."""
+
+    def __init__(self, peer):
+        self.peer = peer
+
+    def __getattr__(self, name):
+        def call(*args, **options):
+            self.peer.send((name, args, options))
+            return self.peer.receive()
+
+        return call
+
+    def send_only(self, name, *args, **options):
+        """Send a command whose answer is not waited for."""
+        self.peer.send((name, args, options))
+
+    def until(self, reached):
+        """Ask for the ends until they are as they should be; returns them."""
+        while True:
+            ends = self.ends()
+            if reached(ends):
+                return ends

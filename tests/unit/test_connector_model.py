@@ -1,0 +1,472 @@
+"""Random interleavings of everything that engines, peers, networks and clocks can do.
+
+Freed blocks are poisoned at once and reused first. After every step: blocks that belong to nobody
+are still poisoned, so nothing writes into what was given back; what is reported as received is
+right in every element, and stays so; no request ends twice. In the end, when all faults are
+over and time has passed, every request has ended and every block that was kept is free.
+
+The agents move bytes on threads of their own, so that one sequence of rules has many courses. What
+is drawn does not depend on them: rules that find nothing to do do nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+from toy_engine import POISON, Model, ToyEngine
+from toy_world import FakeFence, World
+
+from pynixlkv.connector import messages
+from pynixlkv.connector.messages import Reader
+from pynixlkv.connector.metadata import EngineShape, Lease
+from pynixlkv.testing import FakeAgent
+
+MODEL = Model(layers=2, kv_heads=2, dim=2)
+NUM_BLOCKS = 12
+LEASE_S, BEAT_S, TIMEOUT_S = 30.0, 5.0, 20.0
+FAULTY = st.sampled_from(["P", "D"])
+RANK = st.integers(0, 1)
+PICK = st.integers(0, 1 << 16)
+
+
+class PoisoningEngine(ToyEngine):
+    """Overwrites blocks when they are freed, and hands the last freed ones out first."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.late = []  # what the device does before its fence is done
+
+    def allocate(self, num_tokens, num_there=0):
+        count = max(-(-num_tokens // self.block_size) - num_there, 0)
+        assert count <= len(self.free)
+        return [self.free.pop() for _ in range(count)]
+
+    def fits(self, num_tokens):
+        return -(-num_tokens // self.block_size) <= len(self.free)
+
+    def poison(self, blocks):
+        for rank in self.ranks:
+            rank.poison(blocks)
+
+    def _drop(self, request_id):
+        assert not any(request_id == late for late, _ in self.late), "freed while it is computed"
+        self.poison(self.requests[request_id].blocks)
+        super()._drop(request_id)
+
+    def preempt(self, request_id):
+        blocks = super().preempt(request_id)
+        self.poison(blocks)
+        return blocks
+
+    def finish_late_work(self):
+        for _, work in self.late:
+            work()
+        self.late = []
+        if self.fence is not None:
+            self.fence.is_done = True
+        self.fence = None
+
+
+class PoisoningWorld(World):
+    engine_class = PoisoningEngine
+
+
+class KitMachine(RuleBasedStateMachine):
+    """One producer, one consumer, and what can happen to them."""
+
+    def __init__(self):
+        super().__init__()
+        self.world = None
+
+    @initialize(
+        mode=st.sampled_from(["pull", "push"]),
+        tp=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]),
+        block_sizes=st.sampled_from([(4, 4), (4, 8), (8, 4)]),
+    )
+    def begin_world(self, mode, tp, block_sizes):
+        self.mode = mode
+        self.world = PoisoningWorld(
+            mode,
+            lease_duration=LEASE_S,
+            heartbeat_interval=BEAT_S,
+            transfer_timeout=TIMEOUT_S,
+            max_leases=8,
+            peer_ttl=300.0,
+        )
+        self.options = {
+            "P": {"tp": tp[0], "block_size": block_sizes[0], "axes": "KBHND"},
+            "D": {"tp": tp[1], "block_size": block_sizes[1], "axes": "BKNHD"},
+        }
+        self.alias = {"P": "P", "D": "D"}  # the present engine id of each
+        self.life = 0
+        self.number = 0
+        self.offers = []  # (prompt, num_tokens, params)
+        self.queued, self.open, self.here = [], set(), []  # of the consumer
+        self.chunked = []  # prompts of the producer that are not computed to their end
+        self.pauses = set()
+        for role in "PD":
+            self.begin_engine(role)
+
+    def begin_engine(self, role):
+        self.world.engine(self.alias[role], MODEL, num_blocks=NUM_BLOCKS, **self.options[role])
+
+    @property
+    def p(self):
+        return self.world.engines[self.alias["P"]]
+
+    @property
+    def d(self):
+        return self.world.engines[self.alias["D"]]
+
+    def new_number(self):
+        self.number += 1
+        return self.number
+
+    def agent_of(self, role, rank):
+        ranks = self.world.engines[self.alias[role]].ranks
+        return ranks[rank % len(ranks)].agent.name
+
+    # ---- producer
+
+    @rule(num_tokens=st.integers(1, 17), is_late=st.booleans(), siblings=st.booleans())
+    def prefill(self, num_tokens, is_late, siblings):
+        if not self.p.fits(num_tokens) or self.p.scheduler._slots.num_free == 0:
+            return
+        number = self.new_number()
+        group = {"sibling_group": f"g{number // 4}"} if siblings else {}
+        params = self.p.prefill(f"p{number}", number, num_tokens, **group)
+        assert params is not None
+        self.offers.append((number, num_tokens, params))
+        if is_late:
+            request = self.p.requests[f"p{number}"]
+            self.p.poison(request.blocks)
+            self.p.fence = self.p.fence or FakeFence()
+            blocks, ranks = list(request.blocks), self.p.ranks
+
+            def compute():
+                for rank in ranks:
+                    rank.write(number, blocks, range(num_tokens))
+
+            self.p.late.append((f"p{number}", compute))
+
+    @rule()
+    def finish_late_work(self):
+        for engine in (self.p, self.d):
+            engine.finish_late_work()
+
+    @precondition(lambda self: self.mode == "push")
+    @rule(num_tokens=st.integers(1, 17))
+    def begin_in_chunks(self, num_tokens):
+        number = self.new_number()
+        self.p.begin(f"p{number}", number, num_tokens)
+        self.chunked.append((number, num_tokens))
+        host, port = self.p.scheduler.address
+        params = {
+            "do_remote_prefill": True,
+            "remote_engine_id": self.p.id,
+            "remote_request_id": f"p{number}",
+            "remote_host": host,
+            "remote_port": port,
+            "tp_size": self.p.shape.tp,
+            "transfer_mode": "push",
+        }
+        self.offers.append((number, num_tokens, params))
+
+    @rule(pick=PICK, what=st.sampled_from(["compute", "compute", "compute", "preempt", "give up"]))
+    def go_on_in_chunks(self, pick, what):
+        if not self.chunked:
+            return
+        number, num_tokens = self.chunked[pick % len(self.chunked)]
+        request = self.p.requests[f"p{number}"]
+        if self.p.fence is not None:
+            return  # a step that is pushed layer by layer is not late
+        if what == "preempt":
+            self.p.preempt(f"p{number}")
+            return
+        if what == "compute" and request.num_computed < num_tokens:
+            until = min(request.num_computed + 5, num_tokens)
+            needed = -(-until // self.p.block_size) - len(request.blocks)
+            if needed <= len(self.p.free):
+                self.p.compute(f"p{number}", until)
+                self.look("P")
+            return
+        self.look("P")
+        self.p.hand_over(f"p{number}", is_complete=what == "compute")
+        self.chunked.remove((number, num_tokens))
+
+    # ---- consumer
+
+    @rule(pick=PICK, is_kept=st.booleans())
+    def arrive(self, pick, is_kept):
+        if not self.offers:
+            return
+        index = pick % len(self.offers)
+        prompt, num_tokens, params = self.offers[index]
+        if not is_kept:  # else another request comes with the same hand-off
+            del self.offers[index]
+        request_id = f"d{self.new_number()}"
+        self.d.arrive(request_id, prompt, num_tokens, params)
+        self.queued.append(request_id)
+
+    @rule(pick=PICK, prefix=st.integers(0, 5), is_busy=st.booleans())
+    def schedule(self, pick, prefix, is_busy):
+        if not self.queued:
+            return
+        request_id = self.queued[pick % len(self.queued)]
+        request = self.d.requests[request_id]
+        num_tokens = request.info.num_prompt_tokens
+        if not self.d.fits(num_tokens):
+            return
+        self.queued.remove(request_id)
+        computed = min(prefix * self.d.block_size, num_tokens) if prefix < 4 else 0
+        if self.d.schedule(request_id, computed) == 0:
+            self.here.append(request_id)
+            return
+        self.open.add(request_id)
+        if is_busy and computed == 0:
+            # A step that is still under way writes into the blocks.
+            self.d.fence = self.d.fence or FakeFence()
+            blocks, engine = list(request.blocks), self.d
+            self.d.late.append((request_id, lambda: engine.poison(blocks)))
+
+    @rule(pick=PICK)
+    def reject(self, pick):
+        if self.queued:
+            self.d.finish(self.queued.pop(pick % len(self.queued)))
+
+    @rule(pick=PICK)
+    def abort(self, pick):
+        if not self.open:
+            return
+        request_id = sorted(self.open)[pick % len(self.open)]
+        if any(request_id == late for late, _ in self.d.late):
+            return  # an engine frees no blocks that a step of it still writes
+        self.open.remove(request_id)
+        self.d.finish(request_id)
+
+    @rule(pick=PICK)
+    def finish(self, pick):
+        if not self.here:
+            return
+        request_id = self.here.pop(pick % len(self.here))
+        assert self.d.holds(request_id), "what was received has changed"
+        self.d.finish(request_id)
+
+    @rule(
+        num_tokens=st.integers(1, 17),
+        prefix=st.integers(0, 8),
+        wait=st.sampled_from([0.0, 0.0, 0.0, 31.0]),
+        rounds=st.lists(st.integers(0, 4), min_size=3, max_size=3),
+        is_late=st.booleans(),
+    )
+    def go(self, num_tokens, prefix, wait, rounds, is_late):
+        """The usual way of a request, fast or slowly."""
+        self.prefill(num_tokens, is_late=is_late, siblings=False)
+        self.settle(rounds[0])
+        self.world.clock.now += wait
+        self.look("P")
+        self.arrive(-1 % max(len(self.offers), 1), is_kept=False)
+        self.settle(rounds[1])
+        self.schedule(-1 % max(len(self.queued), 1), prefix, is_busy=False)
+        self.settle(rounds[2])
+        self.finish_late_work()
+
+    # ---- steps and time
+
+    @rule(role=FAULTY)
+    def step(self, role):
+        self.look(role)
+
+    def look(self, role):
+        """Make a step, and check what it reports."""
+        engine = self.world.engines[self.alias[role]]
+        before = set(engine.requests)
+        new = self.world.step(engine.id)
+        assert new.sent <= before
+        if role == "P":
+            assert not new.received
+            assert not new.failed
+            return
+        assert not new.sent
+        for request_id in new.received:
+            assert request_id in self.open or request_id not in self.here
+            if request_id in self.open:
+                assert engine.holds(request_id), "wrong bytes are reported as received"
+                self.open.remove(request_id)
+                self.here.append(request_id)
+            else:  # it was aborted too late
+                engine._drop(request_id)
+        for request_id in new.failed:
+            engine.late = [item for item in engine.late if item[0] != request_id]
+            if request_id in self.open:
+                self.open.remove(request_id)
+                engine.finish(request_id)
+            else:
+                engine._drop(request_id)
+
+    @rule(rounds=st.integers(1, 6))
+    def settle(self, rounds):
+        for _ in range(rounds):
+            for role in "DP":
+                self.look(role)
+            self.world._is_active(0.001)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 5.0, 11.0, 21.0, 31.0]))
+    def pass_time(self, seconds):
+        self.world.clock.now += seconds
+
+    # ---- faults
+
+    @rule(role=FAULTY, rank=RANK, count=st.integers(1, 3))
+    def lose(self, role, rank, count):
+        self.world.network.drop_notifications(self.agent_of(role, rank), count)
+
+    @rule(role=FAULTY, rank=RANK)
+    def pause(self, role, rank):
+        name = self.agent_of(role, rank)
+        self.pauses.add(name)
+        self.world.network.pause(name)
+
+    @rule(pick=PICK)
+    def resume(self, pick):
+        if not self.pauses:
+            return
+        name = sorted(self.pauses)[pick % len(self.pauses)]
+        self.pauses.remove(name)
+        self.world.network.resume(name)
+
+    @rule(role=FAULTY, rank=RANK, seconds=st.sampled_from([0.0, 0.0005, 0.003]))
+    def slow(self, role, rank, seconds):
+        self.world.network.set_delay(self.agent_of(role, rank), seconds)
+
+    @rule(role=FAULTY, rank=RANK)
+    def fail(self, role, rank):
+        self.world.network.fail_next(self.agent_of(role, rank))
+
+    @rule(role=FAULTY, with_new_id=st.booleans())
+    def kill(self, role, with_new_id):
+        engine = self.world.engines[self.alias[role]]
+        self.pauses -= {rank.agent.name for rank in engine.ranks}
+        self.world.kill(engine.id)
+        self.life += 1
+        if with_new_id:
+            self.alias[role] = f"{role}{self.life}"
+        if role == "P":
+            self.chunked.clear()
+        else:
+            self.queued.clear()
+            self.open.clear()
+            self.here.clear()
+        self.begin_engine(role)
+
+    @rule(pick=PICK, role=FAULTY, shift=st.sampled_from([0, 1, 2]))
+    def meddle(self, pick, role, shift):
+        """A stranger says what it likes, and some of it is well-formed."""
+        if not self.offers:
+            return
+        _, _, params = self.offers[pick % len(self.offers)]
+        lease = Lease.parse(params["lease"]) if "lease" in params else Lease(0, 5)
+        wrong = Lease(lease.slot, lease.token + shift + 1)
+        reader = Reader("stranger", (0, 0), EngineShape(tp=1 + shift))
+        request_id = params["remote_request_id"]
+        with FakeAgent("stranger", self.world.network) as stranger:
+            peer = stranger.connect(self.world.engines[self.alias[role]].hellos[0, 0])
+            for message in (
+                messages.Release(reader, [(request_id, wrong)]),
+                messages.Beat(7, [(request_id, wrong), (request_id, lease)]),
+                messages.BeatAck(3, [(request_id, lease, messages.LeaseStatus.ENDED)]),
+                messages.PushEnd(12345, False, ""),
+                messages.Stop(12345),
+                messages.Push(reader, 1, request_id, wrong, ((0,),), (0,), (), 1),
+            ):
+                stranger.notify(peer, messages.encode(message))
+
+    # ---- what is always so
+
+    @invariant()
+    def nothing_writes_into_free_blocks(self):
+        for role in "PD" if self.world is not None else ():
+            engine = self.world.engines[self.alias[role]]
+            free, size = engine.free, engine.block_size
+            for rank in engine.ranks:
+                seen = rank.read(free, range(len(free) * size))
+                assert (seen == POISON).all(), f"a free block of {engine.id} was written"
+
+    def teardown(self):
+        if self.world is None:
+            return
+        try:
+            self.come_to_rest()
+        finally:
+            for engine_id in list(self.world.engines):
+                self.world.close(engine_id)
+
+    def come_to_rest(self):
+        for role in "PD":
+            for rank in self.world.engines[self.alias[role]].ranks:
+                self.world.network.resume(rank.agent.name)
+                self.world.network.set_delay(rank.agent.name, 0.0)
+                self.world.network.drop_notifications(rank.agent.name, 0)
+                self.world.network.fail_next(rank.agent.name, 0)
+        self.finish_late_work()
+        for number, _ in self.chunked:
+            self.p.hand_over(f"p{number}", is_complete=False)
+        for request_id in self.queued:  # they would be waited for
+            self.d.finish(request_id)
+        for _ in range(40):
+            self.quiet()
+            if not self.open and not self.p.requests:
+                break
+            self.world.clock.now += BEAT_S
+        self.quiet()
+        self.nothing_writes_into_free_blocks()
+        assert not self.open, f"{self.open} have no end"
+        assert not self.p.requests, f"{set(self.p.requests)} are kept for ever"
+        assert len(self.p.free) == NUM_BLOCKS
+        assert self.p.scheduler._slots.num_free == 8
+        for request_id in self.here:
+            assert self.d.holds(request_id), "what was received has changed"
+        for engine in (self.p, self.d):
+            assert not engine._reports, "not all ranks have reported"
+            for rank in engine.ranks:
+                worker = rank.worker
+                assert worker.stats.snapshot().events.get("errors", 0) == 0
+                assert len(worker._receiver._free_words) == len(worker._receiver._words)
+                assert not worker._sender._pushes
+                assert not worker._receiver._by_ticket
+        scheduler = self.d.scheduler
+        assert scheduler.num_receiving == 0
+        assert not scheduler._aborted
+
+    def quiet(self):
+        idle = 0
+        for _ in range(200):
+            for role in "DP":
+                self.look(role)
+            idle = 0 if self.world._is_active(0.001) else idle + 1
+            if idle == 3:
+                break
+
+
+@pytest.fixture(autouse=True)
+def no_log(caplog):
+    caplog.set_level(logging.CRITICAL + 1, logger="pynixlkv")
+
+
+TestKit = KitMachine.TestCase
+TestKit.settings = settings(
+    max_examples=60,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
