@@ -98,8 +98,8 @@ def build_wheel(version: str, source: Path, compiler: dict[str, str]) -> None:
     if not python.is_file():
         run(find_interpreter(version), "-m", "venv", "--without-pip", venv)
     pip("--python", python, "install", "--group", f"{ROOT}/pyproject.toml:build")
-    # All Pythons share the folder and what was compiled there. Without these two files each finds its
-    # own headers, and scikit-build-core does not clear the folder.
+    # All Pythons share the folder and what was compiled there. Without these two files each finds
+    # its own headers, and scikit-build-core does not clear the folder.
     for name in ("CMakeCache.txt", ".skbuild-info.json"):
         (WORK / "native" / name).unlink(missing_ok=True)
     raw = WORK / f"raw-{version}"
