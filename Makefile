@@ -84,6 +84,7 @@ VLLM_PIP := $(VLLM_PY) -m pip --disable-pip-version-check -q
 
 .PHONY: test-vllm
 test-vllm: .venv-vllm/.installed  ## real vLLM engines, prefill and decode, on the CPU
+	$(VLLM_PY) .ci/check_docstrings.py pynixlkv.vllm
 	.venv-vllm/bin/pytest tests/vllm --junitxml=build/pytest-vllm.xml
 
 .PHONY: bench-vllm
@@ -164,6 +165,7 @@ bench: build $(VENV)/.test-deps  ## measure; results in build/bench.json
 # Python there must have torch and what builds the package; UCX is the one inside NIXL's wheel.
 GPU_PYTHON ?= 3.12
 GPU_NIXL ?= nixl-cu13==1.5.1
+GPU_DEVICE ?= cuda:0
 GPU_SITE := build/gpu
 GPU_ENV := PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(GPU_SITE)):$(CURDIR)
 
@@ -180,7 +182,7 @@ gpu:  ## build from source without a network, test and measure GPU memory
 	$(GPU_ENV) $(PYTHON) -m pip install -q --no-index --no-deps --no-build-isolation --upgrade \
 		-Cbuild-dir=build/gpu-cmake --target $(GPU_SITE) .
 	$(GPU_ENV) $(PYTHON) -m pytest -p no:cacheprovider tests/gpu
-	$(GPU_ENV) $(PYTHON) -m bench.gpu
+	$(GPU_ENV) $(PYTHON) -m bench.gpu --device $(GPU_DEVICE)
 
 .PHONY: clean
 clean:  ## remove everything that these targets made

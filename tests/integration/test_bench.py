@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from bench.gpu import make_cases as make_gpu_cases
-from pynixlkv.cli.bench.cases import Case, Fault, Series
+from pynixlkv.cli.bench.cases import TRANSPORTS, Case, Fault, Series
 from pynixlkv.cli.bench.run import run_cases
 from pynixlkv.cli.render import bench_verdict
 
@@ -29,19 +29,24 @@ def measure(*cases, rounds=2):
     return run_cases(cases, rounds, 100, lambda *_: None)
 
 
-@pytest.mark.parametrize("operation", ["get", "put"])
-@pytest.mark.parametrize("transport", ["cma", "tcp"])
-def test_everything_that_is_compared_moves_the_right_bytes(transport, operation):
+def test_everything_that_is_compared_moves_the_right_bytes():
     series = (Series.memcpy, Series.binding, Series.ucx, Series.nixl)
-    report = measure(Case(transport, operation, "scattered", 4 * KIB, 64, 8, series))
+    report = measure(
+        *[
+            Case(transport, operation, "scattered", 4 * KIB, 64, 8, series)
+            for transport in ("cma", "tcp")
+            for operation in ("get", "put")
+        ]
+    )
     assert report.ok, bench_verdict(report)
-    (case,) = report.cases
-    assert [each.series for each in case.series] == [each.value for each in series]
-    for each in case.series:
-        assert len(each.seconds) == 2
-        assert each.gb_per_s > 0
-    assert case.series[0].ratio is None
-    assert all(each.ratio > 0 for each in case.series[1:])
+    assert len(report.cases) == 4
+    for case in report.cases:
+        assert [each.series for each in case.series] == [each.value for each in series]
+        for each in case.series:
+            assert len(each.seconds) == 2
+            assert each.gb_per_s > 0
+        assert case.series[0].ratio is None
+        assert all(each.ratio > 0 for each in case.series[1:])
 
 
 def test_nixl_python_and_unwritten_memory_take_part_too():
@@ -55,11 +60,21 @@ def test_nixl_python_and_unwritten_memory_take_part_too():
     assert [case.limit for case in report.cases] == ["memcpy", "ucx_perftest", "ucx_perftest"]
 
 
-@pytest.mark.parametrize("transport", ["posix", "sysv"])
-def test_allocated_memory_is_measured(transport):
-    series = (Series.memcpy, Series.ucx_allocated)
-    report = measure(Case(transport, "put", "scattered", 16 * KIB, 64, 8, series))
+@pytest.mark.parametrize("transport", ["posix", "sysv", "self"])
+def test_what_cannot_notice_the_death_of_a_peer_is_measured(transport):
+    way = TRANSPORTS[transport]
+    report = measure(
+        *[
+            Case(transport, operation, *what, series)
+            for operation in ("get", "put")
+            for what, series in [
+                (("repeated", 16 * KIB, 16, 4), way.repeated),
+                (("scattered", 16 * KIB, 64, 8), way.scattered),
+            ]
+        ]
+    )
     assert report.ok, bench_verdict(report)
+    assert len(report.cases) == 4
 
 
 def test_the_gpu_cases_run_on_the_host():
@@ -80,15 +95,15 @@ def test_b110_a_run_that_fails_is_counted_and_not_timed():
 
 
 def test_a_flipped_bit_fails_the_command():
-    done = run("--quick", "--transport", "posix", "--fault", "byte")
+    done = run("--quick", "--transport", "self", "--fault", "byte")
     assert done.returncode == 1
-    assert "FAILED: posix" in done.stdout
+    assert "FAILED: self" in done.stdout
     assert "2 bytes differ" in done.stdout
 
 
 def test_the_json_says_where_it_was_measured_and_the_plot_is_drawn(tmp_path):
     plot = tmp_path / "plot.png"
-    done = run("--quick", "--transport", "posix", "--json", "--plot", str(plot))
+    done = run("--quick", "--transport", "self", "--json", "--plot", str(plot))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["ok"] is True
@@ -96,7 +111,7 @@ def test_the_json_says_where_it_was_measured_and_the_plot_is_drawn(tmp_path):
     assert report["versions"]["ucx"]
     assert len(report["load_average"]) == 2
     assert "not with --quick" in report["absent"]["nixl"]
-    assert report["cases"][0]["transport"] == "posix"
+    assert report["cases"][0]["transport"] == "self"
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
