@@ -85,6 +85,11 @@ class Transport:
         """
         return {"UCX_TLS": self.ucx_tls, "UCX_RNDV_THRESH": "inf", "UCX_WARN_UNUSED_ENV_VARS": "n"}
 
+    def repeated_series(self, operation: Operation) -> tuple[Series, ...]:
+        """Return what is compared for one piece; nothing that is written to is unwritten."""
+        unwritten = Series.binding_unwritten
+        return tuple(s for s in self.repeated if operation == "get" or s is not unwritten)
+
 
 _REPEATED = (Series.perftest, Series.binding_unwritten, Series.binding)
 _SCATTERED = (Series.memcpy, Series.binding, Series.ucx, Series.nixl, Series.nixl_python)
@@ -204,11 +209,7 @@ def make_cases(
             for operation, size, window in (
                 _repeated_points(quick=quick) if transport.repeated else []
             ):
-                compared = tuple(
-                    s
-                    for s in transport.repeated
-                    if s in series and (operation == "get" or s is not Series.binding_unwritten)
-                )
+                compared = tuple(s for s in transport.repeated_series(operation) if s in series)
                 count = min(_count(size), _MOST_LATENCY_PIECES if window == 1 else _MOST_PIECES)
                 cases.append(
                     Case(name, operation, "repeated", size, count, window, compared, fault=fault)
