@@ -82,7 +82,7 @@ def read_twice(peer, hello, there):
         agent.read_descriptors(owner, ours, theirs).wait(WAIT_S)
         assert np.array_equal(pool, expected)
         pool[:] = 0
-        transfer = agent.read_descriptors(owner, ours, theirs, timeout=5.0)
+        transfer = agent.read_descriptors(owner, ours, theirs, timeout=2.0)
         while not pool[:4096].any():
             assert not transfer.done()
         peer.send("under way")
@@ -128,7 +128,7 @@ def reach_out(peer, hello, there):
 
 
 def test_a_host_that_cannot_be_reached_fails_the_transfer_by_its_deadline(hosts, start_peer):
-    owner = start_peer(own, prefix=hosts.enter(0))
+    owner = start_peer(own, "ucx", "owner", PIECE, prefix=hosts.enter(0))
     given = owner.receive()
     address = (f"{hosts.ADDRESSES[0]}/24", "dev", "cable")
     hosts.run(0, "ip", "address", "delete", *address)
