@@ -121,6 +121,7 @@ VLLM_PIP := $(VLLM_PY) -m pip --disable-pip-version-check -q
 
 .PHONY: test-vllm
 test-vllm: .venv-vllm/.installed  ## real vLLM engines, prefill and decode, on the CPU
+	$(VLLM_PY) .ci/check_docstrings.py pynixlkv.vllm
 	.venv-vllm/bin/pytest tests/vllm --junitxml=build/pytest-vllm.xml
 
 .PHONY: bench-vllm
@@ -205,10 +206,11 @@ docs: build $(VENV)/.docs-deps  ## the site, in build/docs/html; warnings are er
 bench: build $(VENV)/.test-deps  ## measure; results in build/bench.json
 	$(PY) -m pytest bench --benchmark-enable --benchmark-json=build/bench.json
 
-# For a machine with a GPU and without a network: gpu-wheels here, then take the folder along. The
-# Python there must have torch and what builds the package; UCX is the one inside NIXL's wheel.
+# For a machine with a GPU and without a network, see CONTRIBUTING.md. UCX is the one inside NIXL's
+# wheel.
 GPU_PYTHON ?= 3.12
 GPU_NIXL ?= nixl-cu13==1.5.1
+GPU_DEVICE ?= cuda:0
 GPU_SITE := build/gpu
 GPU_ENV := PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(GPU_SITE)):$(CURDIR)
 
@@ -224,8 +226,8 @@ gpu:  ## build from source without a network, test and measure GPU memory
 	$(PYTHON) -m pip install -q --no-index --no-deps --upgrade --target $(GPU_SITE) $(wildcard .whl/*.whl)
 	$(GPU_ENV) $(PYTHON) -m pip install -q --no-index --no-deps --no-build-isolation --upgrade \
 		-Cbuild-dir=build/gpu-cmake --target $(GPU_SITE) .
-	$(GPU_ENV) $(PYTHON) -m pytest -p no:cacheprovider tests/gpu
-	$(GPU_ENV) $(PYTHON) -m bench.gpu
+	$(GPU_ENV) $(PYTHON) -m bench.gpu --device $(GPU_DEVICE); measured=$$?; \
+	$(GPU_ENV) $(PYTHON) -m pytest -p no:cacheprovider tests/gpu && exit $$measured
 
 .PHONY: clean
 clean:  ## remove everything that these targets made

@@ -1,4 +1,4 @@
-"""Engines of unlike shapes: pipeline stages, tensor parallelism, layouts, block sizes, all at once."""
+"""Engines of unlike shapes: pipeline stages, tensor parallelism, layouts and block sizes."""
 
 from __future__ import annotations
 
