@@ -1,7 +1,7 @@
 """Blocks between two processes whose memory is on one GPU, or on the GPU and the host.
 
 ``python -m bench.gpu`` compares every byte; the limit is a copy of the same blocks inside the GPU.
-Each engine is measured by itself, next to that copy, so that one that does not start hides no other.
+Each engine is measured by itself, next to that copy: one that does not start hides no other.
 """
 
 import argparse

@@ -294,9 +294,8 @@ void bind_connections(py::module_& m) {
         .def(py::init([](const PyWorker& worker, const std::string& address, bool error_handling) {
                  return std::make_shared<PyEndpoint>(without_gil([&] {
                      const auto inside = worker->enter();
-                     return Endpoint::create(
-                         worker.ptr(), address,
-                         error_handling ? capi::kErrorPeer : capi::kErrorNone);
+                     return Endpoint::create(worker.ptr(), address,
+                                             error_handling ? capi::kErrorPeer : capi::kErrorNone);
                  }));
              }),
              py::arg("worker"), py::arg("address"), py::arg("error_handling"))

@@ -167,11 +167,10 @@ def reach_one_of_two(peer, engine, silent, other):
 @pytest.mark.parametrize("engine", ["ucx", "nixl"])
 def test_a_host_that_does_not_answer_does_not_hold_up_another_peer(hosts, start_peer, engine):
     silent, other = (
-        start_peer(own, engine, f"owner {host}", PIECE, prefix=hosts.enter(host))
-        for host in (0, 1)
+        start_peer(own, engine, f"owner {host}", PIECE, prefix=hosts.enter(host)) for host in (0, 1)
     )
     given = silent.receive(), other.receive()
-    # Packets to it go where nobody takes them, so that connecting has nothing to end it for minutes.
+    # Packets to it go where nobody takes them: nothing ends connecting for minutes.
     neighbour = (hosts.ADDRESSES[0], "dev", "cable")
     hosts.run(1, "ip", "neighbour", "replace", *neighbour, "lladdr", SILENT, "nud", "permanent")
     reader = start_peer(reach_one_of_two, engine, *given, prefix=hosts.enter(1))

@@ -124,7 +124,8 @@ class _BindingSide:
         self._context, self._worker = make_worker()
         if allocate:
             self._mapped = self._context.allocate(case.memory_bytes)
-            self.memory = Memory(case.memory_bytes, device, np.frombuffer(self._mapped.buffer, np.uint8))
+            array = np.frombuffer(self._mapped.buffer, dtype=np.uint8)
+            self.memory = Memory(case.memory_bytes, device, array)
         else:
             self.memory = Memory(case.memory_bytes, device)
             self._mapped = self._context.map(self.memory.buffer)
