@@ -308,6 +308,10 @@ class Engine:
 
         wait_for(lambda: all(map(is_still, tasks)), "the stop of every thread")
 
+    def thaw(self):
+        """Let its processes go on."""
+        self._signal(signal.SIGCONT)
+
     def kill(self):
         """Kill all of its processes."""
         self._signal(signal.SIGKILL)
