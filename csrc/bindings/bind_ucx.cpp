@@ -291,13 +291,14 @@ void bind_connections(py::module_& m) {
             py::arg("timeout"), py::arg("spin"));
 
     py::class_<PyEndpoint, std::shared_ptr<PyEndpoint>>(m, "UcxEndpoint")
-        .def(py::init([](const PyWorker& worker, const std::string& address) {
+        .def(py::init([](const PyWorker& worker, const std::string& address, bool error_handling) {
                  return std::make_shared<PyEndpoint>(without_gil([&] {
                      const auto inside = worker->enter();
-                     return Endpoint::create(worker.ptr(), address);
+                     return Endpoint::create(worker.ptr(), address,
+                                             error_handling ? capi::kErrorPeer : capi::kErrorNone);
                  }));
              }),
-             py::arg("worker"), py::arg("address"))
+             py::arg("worker"), py::arg("address"), py::arg("error_handling"))
         .def_static(
             "connect",
             [](const PyWorker& worker, const std::string& ip, std::uint16_t port) {

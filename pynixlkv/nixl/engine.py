@@ -18,9 +18,10 @@ __all__ = ["NixlAgent"]
 # on events; this is only the period of its timer, whose value in NIXL's Python API burns a core.
 _PROGRESS_DELAY_US = 100_000
 
-# UCX's registration cache grows without bound where memory is mapped and unmapped often. Applied by
-# NIXL's engine unless the environment has UCX_RCACHE_MAX_UNRELEASED.
-_UCX_CONFIG = "RCACHE_MAX_UNRELEASED=1024"
+# Applied by NIXL's engine unless the environment has a UCX_ variable of the name. The registration
+# cache of UCX grows without bound where memory is mapped and unmapped often. A blocking connect()
+# would hold up all peers for minutes where one host drops packets.
+_UCX_CONFIG = "RCACHE_MAX_UNRELEASED=1024,TCP_CONN_NB=y"
 
 
 class NixlAgent(EngineAgent):

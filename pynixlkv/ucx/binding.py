@@ -447,7 +447,7 @@ class Worker:
 
 
 class Endpoint:
-    """A connection to a peer's worker, with error handling. Closes when it is dropped.
+    """A connection to a peer's worker. Closes when it is dropped.
 
     Parameters
     ----------
@@ -459,6 +459,8 @@ class Endpoint:
     on_failure : callable, optional
         Called once with UCX's name for what the connection died of, by a thread that makes
         progress on the worker, after that progress.
+    error_handling : bool
+        Let UCX look after the health of the connection; both sides need the same. See Notes.
 
     Raises
     ------
@@ -473,13 +475,23 @@ class Endpoint:
     -----
     Returns before the peer is reached; over TCP only with the setting ``TCP_CONN_NB=y``, otherwise
     UCX waits for the peer's host. Progress on both sides completes the connection.
+
+    Without error handling UCX may use shared memory and, inside one worker, ``self``, which cannot
+    notice the death of a peer: what waits for one then waits for ever. Closing asks the peer, and
+    gives up after 0.1 s.
     """
 
     def __init__(
-        self, worker: Worker, address: bytes, on_failure: Callable[[str], object] | None = None
+        self,
+        worker: Worker,
+        address: bytes,
+        on_failure: Callable[[str], object] | None = None,
+        *,
+        error_handling: bool = True,
     ) -> None:
         payload = _unseal(_ADDRESS_MAGIC, address, "a UCX worker address")
-        self._set_up(worker, _native.UcxEndpoint(worker._native, payload), on_failure)
+        native = _native.UcxEndpoint(worker._native, payload, error_handling)
+        self._set_up(worker, native, on_failure)
 
     def _set_up(
         self,

@@ -7,11 +7,14 @@ import subprocess
 import sys
 import time
 
+import msgspec
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from bench.gpu import make_cases as make_gpu_cases
-from pynixlkv.cli.bench.cases import Case, Fault, Series
+from pynixlkv.cli.app import app
+from pynixlkv.cli.bench.cases import TRANSPORTS, Case, Fault, Series
 from pynixlkv.cli.bench.run import run_cases
 from pynixlkv.cli.render import bench_verdict
 
@@ -25,23 +28,34 @@ def run(*options):
     )
 
 
+def invoke(*options):
+    """Run the command in this process."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        return CliRunner().invoke(app, ["bench", *options])
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
 def measure(*cases, rounds=2):
     return run_cases(cases, rounds, 100, lambda *_: None)
 
 
-@pytest.mark.parametrize("operation", ["get", "put"])
-@pytest.mark.parametrize("transport", ["cma", "tcp"])
-def test_everything_that_is_compared_moves_the_right_bytes(transport, operation):
+def test_everything_that_is_compared_moves_the_right_bytes():
     series = (Series.memcpy, Series.binding, Series.ucx, Series.nixl)
-    report = measure(Case(transport, operation, "scattered", 4 * KIB, 64, 8, series))
+    report = measure(
+        Case("cma", "get", "scattered", 4 * KIB, 64, 8, series),
+        Case("tcp", "put", "scattered", 4 * KIB, 64, 8, series),
+    )
     assert report.ok, bench_verdict(report)
-    (case,) = report.cases
-    assert [each.series for each in case.series] == [each.value for each in series]
-    for each in case.series:
-        assert len(each.seconds) == 2
-        assert each.gb_per_s > 0
-    assert case.series[0].ratio is None
-    assert all(each.ratio > 0 for each in case.series[1:])
+    assert len(report.cases) == 2
+    for case in report.cases:
+        assert [each.series for each in case.series] == [each.value for each in series]
+        for each in case.series:
+            assert len(each.seconds) == 2
+            assert each.gb_per_s > 0
+        assert case.series[0].ratio is None
+        assert all(each.ratio > 0 for each in case.series[1:])
 
 
 def test_nixl_python_and_unwritten_memory_take_part_too():
@@ -55,19 +69,29 @@ def test_nixl_python_and_unwritten_memory_take_part_too():
     assert [case.limit for case in report.cases] == ["memcpy", "ucx_perftest", "ucx_perftest"]
 
 
-@pytest.mark.parametrize("transport", ["posix", "sysv"])
-def test_allocated_memory_is_measured(transport):
-    series = (Series.memcpy, Series.ucx_allocated)
-    report = measure(Case(transport, "put", "scattered", 16 * KIB, 64, 8, series))
+@pytest.mark.parametrize(
+    ("transport", "repeated", "scattered"),
+    [("posix", "get", "put"), ("sysv", "put", "get"), ("self", "get", "put")],
+)
+def test_what_cannot_notice_the_death_of_a_peer_is_measured(transport, repeated, scattered):
+    way = TRANSPORTS[transport]
+    series = way.repeated_series(repeated)
+    report = measure(
+        Case(transport, repeated, "repeated", 16 * KIB, 16, 4, series),
+        Case(transport, scattered, "scattered", 16 * KIB, 64, 8, way.scattered),
+    )
     assert report.ok, bench_verdict(report)
+    assert [len(case.series) for case in report.cases] == [len(series), len(way.scattered)]
 
 
 def test_the_gpu_cases_run_on_the_host():
-    series = (Series.memcpy, Series.binding, Series.ucx, Series.nixl)
-    cases = make_gpu_cases("cpu", total_bytes=KIB << 8, sizes=[16 * KIB], series=series)
-    report = measure(*cases)
+    series = (Series.memcpy, Series.binding, Series.ucx)
+    cases = make_gpu_cases("cpu", series, total_bytes=KIB << 8, sizes=[16 * KIB])
+    # NIXL's agents take long to start.
+    with_nixl = msgspec.structs.replace(cases[-1], series=(Series.memcpy, Series.nixl))
+    report = measure(*cases, with_nixl)
     assert report.ok, bench_verdict(report)
-    assert len(report.cases) == 4
+    assert len(report.cases) == 5
 
 
 def test_b110_a_run_that_fails_is_counted_and_not_timed():
@@ -79,16 +103,20 @@ def test_b110_a_run_that_fails_is_counted_and_not_timed():
     assert not report.ok
 
 
-def test_a_flipped_bit_fails_the_command():
-    done = run("--quick", "--transport", "posix", "--fault", "byte")
-    assert done.returncode == 1
-    assert "FAILED: posix" in done.stdout
+def test_a_flipped_bit_fails_the_command(monkeypatch):
+    series = (Series.memcpy, Series.binding)
+    report = measure(Case("self", "get", "scattered", 4 * KIB, 16, 8, series, fault=Fault.byte))
+    assert [each.wrong_bytes for each in report.cases[0].series] == [2, 2]  # first and last round
+    monkeypatch.setattr("pynixlkv.cli.bench.run.run_bench", lambda *_: report)
+    done = invoke()
+    assert done.exit_code == 1
+    assert "FAILED: self" in done.stdout
     assert "2 bytes differ" in done.stdout
 
 
 def test_the_json_says_where_it_was_measured_and_the_plot_is_drawn(tmp_path):
     plot = tmp_path / "plot.png"
-    done = run("--quick", "--transport", "posix", "--json", "--plot", str(plot))
+    done = run("--quick", "--transport", "self", "--json", "--plot", str(plot))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["ok"] is True
@@ -96,7 +124,7 @@ def test_the_json_says_where_it_was_measured_and_the_plot_is_drawn(tmp_path):
     assert report["versions"]["ucx"]
     assert len(report["load_average"]) == 2
     assert "not with --quick" in report["absent"]["nixl"]
-    assert report["cases"][0]["transport"] == "posix"
+    assert report["cases"][0]["transport"] == "self"
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -109,8 +137,8 @@ def test_the_json_says_where_it_was_measured_and_the_plot_is_drawn(tmp_path):
     ],
 )
 def test_impossible_options_are_refused_before_anything_starts(options, words):
-    done = run("--json", *options)
-    assert done.returncode == 1
+    done = invoke("--json", *options)
+    assert done.exit_code == 1
     error = json.loads(done.stdout)["error"]
     assert all(word in error for word in words)
 

@@ -12,6 +12,7 @@ from namespaces import TwoHosts
 from pynixlkv.cli import group
 from pynixlkv.cli.demo import DemoOptions, run_demo
 from pynixlkv.errors import PeerLostError, TransferTimeout
+from pynixlkv.nixl import NixlAgent
 from pynixlkv.testing.conformance import rows
 from pynixlkv.testing.remote import random_bytes
 from pynixlkv.types import TransferState
@@ -21,6 +22,14 @@ SIZE = 128 << 20
 PIECE = 1 << 20
 WAIT_S = 30.0
 TCP = {"TLS": "tcp"}
+SILENT = "02:00:00:00:00:01"  # nobody's address
+
+
+def make_agent(engine, name):
+    if engine == "ucx":
+        return UcxAgent(name, config=TCP)
+    params = NixlAgent.default_backend_params("UCX")
+    return NixlAgent(name, backend_params={"engine_config": f"TLS=tcp,{params['engine_config']}"})
 
 
 @pytest.fixture
@@ -52,9 +61,9 @@ def address(array):
     return int(array.__array_interface__["data"][0])
 
 
-def own(peer):
-    with UcxAgent("owner", config=TCP) as agent:
-        pool = random_bytes(SIZE, 1)
+def own(peer, engine="ucx", name="owner", size=SIZE):
+    with make_agent(engine, name) as agent:
+        pool = random_bytes(size, 1)
         agent.register(pool)
         peer.send((agent.hello(), address(pool)))
         peer.receive()
@@ -73,7 +82,7 @@ def read_twice(peer, hello, there):
         agent.read_descriptors(owner, ours, theirs).wait(WAIT_S)
         assert np.array_equal(pool, expected)
         pool[:] = 0
-        transfer = agent.read_descriptors(owner, ours, theirs, timeout=5.0)
+        transfer = agent.read_descriptors(owner, ours, theirs, timeout=2.0)
         while not pool[:4096].any():
             assert not transfer.done()
         peer.send("under way")
@@ -119,7 +128,7 @@ def reach_out(peer, hello, there):
 
 
 def test_a_host_that_cannot_be_reached_fails_the_transfer_by_its_deadline(hosts, start_peer):
-    owner = start_peer(own, prefix=hosts.enter(0))
+    owner = start_peer(own, "ucx", "owner", PIECE, prefix=hosts.enter(0))
     given = owner.receive()
     address = (f"{hosts.ADDRESSES[0]}/24", "dev", "cable")
     hosts.run(0, "ip", "address", "delete", *address)
@@ -130,3 +139,45 @@ def test_a_host_that_cannot_be_reached_fails_the_transfer_by_its_deadline(hosts,
     reader.finish()
     owner.send("end")
     owner.finish()
+
+
+def reach_one_of_two(peer, engine, silent, other):
+    """Read from somebody who does not answer; meanwhile, from somebody who does."""
+    pool = np.zeros((2, PIECE), dtype=np.uint8)
+    with make_agent(engine, "reader") as agent:
+        agent.register(pool)
+        transfers = [
+            agent.read_descriptors(
+                agent.connect(hello),
+                rows(address(here), (0, PIECE)),
+                rows(there, (0, PIECE)),
+                timeout=WAIT_S,
+            )
+            for (hello, there), here in zip((silent, other), pool, strict=True)
+        ]
+        transfers[1].wait()
+        assert np.array_equal(pool[1], random_bytes(PIECE, 1))
+        assert not transfers[0].done()
+        peer.send("one has arrived")
+        peer.receive()  # the other answers again
+        transfers[0].wait()
+        assert np.array_equal(pool[0], pool[1])
+
+
+@pytest.mark.parametrize("engine", ["ucx", "nixl"])
+def test_a_host_that_does_not_answer_does_not_hold_up_another_peer(hosts, start_peer, engine):
+    silent, other = (
+        start_peer(own, engine, f"owner {host}", PIECE, prefix=hosts.enter(host)) for host in (0, 1)
+    )
+    given = silent.receive(), other.receive()
+    # Packets to it go where nobody takes them: nothing ends connecting for minutes.
+    neighbour = (hosts.ADDRESSES[0], "dev", "cable")
+    hosts.run(1, "ip", "neighbour", "replace", *neighbour, "lladdr", SILENT, "nud", "permanent")
+    reader = start_peer(reach_one_of_two, engine, *given, prefix=hosts.enter(1))
+    assert reader.receive() == "one has arrived"
+    hosts.run(1, "ip", "neighbour", "delete", *neighbour)
+    reader.send("reachable again")
+    reader.finish()
+    for owner in (silent, other):
+        owner.send("end")
+        owner.finish()

@@ -27,14 +27,16 @@ _MOST_LATENCY_PIECES = 128
 class Series(str, Enum):
     """What moves the bytes; the first two are limits that the others are compared with.
 
-    ucx_perftest reads memory that nobody has ever written, for which Linux has one page of zeros
-    that stays in the cache. Reading such memory is measured too, to compare like with like.
+    ucx_perftest uses memory that UCX has allocated. Where that is not shared memory nobody has ever
+    written it, and for that Linux has one page of zeros that stays in the cache. Both kinds are
+    measured too, to compare like with like.
     """
 
     memcpy = "memcpy"
     perftest = "ucx_perftest"
     binding = "pynixlkv.ucx"
     binding_unwritten = "pynixlkv.ucx, unwritten"
+    binding_allocated = "pynixlkv.ucx, allocated"
     ucx = "UcxAgent"
     ucx_allocated = "UcxAgent, allocated"
     nixl = "NixlAgent"
@@ -58,6 +60,11 @@ class Transport:
         Value of ``UCX_TLS``. Where a transport cannot carry UCX's own messages, tcp does.
     repeated, scattered : tuple of Series
         What is compared on it, the limit first: for one piece again and again, and for blocks.
+    error_handling : bool
+        Whether connections notice the death of a peer, of which shared memory is not capable.
+        `Series.ucx_allocated` does not need it to be: its own connections do in any case.
+    one_process : bool
+        Whether it reaches nothing but the worker itself: there is no other process then.
     absent : str
         Why it is not measured; empty if it is.
     """
@@ -65,6 +72,8 @@ class Transport:
     ucx_tls: str
     repeated: tuple[Series, ...] = ()
     scattered: tuple[Series, ...] = ()
+    error_handling: bool = True
+    one_process: bool = False
     absent: str = ""
 
     @property
@@ -76,21 +85,25 @@ class Transport:
         """
         return {"UCX_TLS": self.ucx_tls, "UCX_RNDV_THRESH": "inf", "UCX_WARN_UNUSED_ENV_VARS": "n"}
 
+    def repeated_series(self, operation: Operation) -> tuple[Series, ...]:
+        """Return what is compared for one piece; nothing that is written to is unwritten."""
+        unwritten = Series.binding_unwritten
+        return tuple(s for s in self.repeated if operation == "get" or s is not unwritten)
+
 
 _REPEATED = (Series.perftest, Series.binding_unwritten, Series.binding)
 _SCATTERED = (Series.memcpy, Series.binding, Series.ucx, Series.nixl, Series.nixl_python)
-_SHARED = (Series.memcpy, Series.ucx_allocated)
-_NEEDS_TRUST = (
-    "UCX does not use it on connections that notice the death of a peer; "
-    "memory of UcxAgent.allocate goes through sysv and posix without it"
-)
+_REPEATED_SHARED = (Series.perftest, Series.binding_allocated, Series.binding)
+_SCATTERED_SHARED = (Series.memcpy, Series.ucx_allocated, Series.binding, Series.ucx)
 
 TRANSPORTS = {
     "tcp": Transport("tcp", _REPEATED, _SCATTERED),
     "cma": Transport("cma,tcp", _REPEATED, _SCATTERED),
-    "sysv": Transport("sysv,tcp", scattered=_SHARED),
-    "posix": Transport("posix,tcp", scattered=_SHARED),
-    "self": Transport("self", absent=_NEEDS_TRUST),
+    "sysv": Transport("sysv,tcp", _REPEATED_SHARED, _SCATTERED_SHARED, error_handling=False),
+    "posix": Transport("posix,tcp", _REPEATED_SHARED, _SCATTERED_SHARED, error_handling=False),
+    "self": Transport(
+        "self", _REPEATED, (Series.memcpy, Series.binding), error_handling=False, one_process=True
+    ),
     "cuda_ipc": Transport(
         "cuda_ipc,cuda_copy,cma,tcp",
         absent="needs memory of a GPU; bench/gpu.py of the sources measures it (make gpu)",
@@ -196,11 +209,7 @@ def make_cases(
             for operation, size, window in (
                 _repeated_points(quick=quick) if transport.repeated else []
             ):
-                compared = tuple(
-                    s
-                    for s in transport.repeated
-                    if s in series and (operation == "get" or s is not Series.binding_unwritten)
-                )
+                compared = tuple(s for s in transport.repeated_series(operation) if s in series)
                 count = min(_count(size), _MOST_LATENCY_PIECES if window == 1 else _MOST_PIECES)
                 cases.append(
                     Case(name, operation, "repeated", size, count, window, compared, fault=fault)

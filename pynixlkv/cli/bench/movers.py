@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import time
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
 
-from pynixlkv.cli.bench.cases import Case, Series
+from pynixlkv.cli.bench.cases import TRANSPORTS, Case, Series
 from pynixlkv.cli.bench.memory import Memory, contents
 from pynixlkv.cli.messages import RunError
 from pynixlkv.errors import ConfigError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pynixlkv.engine import EngineAgent
+    from pynixlkv.ucx import Context, Worker
 
 __all__ = ["InitiatorHalf", "TargetHalf", "find_nixl_python", "has_target"]
 
@@ -103,21 +105,36 @@ class Initiator(Protocol):
         """Give everything back."""
 
 
+def _new_worker() -> tuple[Context, Worker]:
+    from pynixlkv.ucx import Context, Worker
+
+    context = Context()
+    return context, Worker(context)
+
+
+# For what reaches nothing but the worker itself.
+_only_worker = cache(_new_worker)
+
+
 class _BindingSide:
     """A worker and mapped memory of the thin binding."""
 
-    def __init__(self, case: Case, device: str) -> None:
-        from pynixlkv.ucx import Context, Worker
-
-        self.memory = Memory(case.memory_bytes, device)
-        self._context = Context()
-        self._worker = Worker(self._context)
-        self._mapped = self._context.map(self.memory.buffer)
+    def __init__(self, case: Case, device: str, *, allocate: bool = False) -> None:
+        make_worker = _only_worker if TRANSPORTS[case.transport].one_process else _new_worker
+        self._context, self._worker = make_worker()
+        if allocate:
+            self._mapped = self._context.allocate(case.memory_bytes)
+            array = np.frombuffer(self._mapped.buffer, dtype=np.uint8)
+            self.memory = Memory(case.memory_bytes, device, array)
+        else:
+            self.memory = Memory(case.memory_bytes, device)
+            self._mapped = self._context.map(self.memory.buffer)
 
 
 class _BindingTarget(_BindingSide):
-    def __init__(self, case: Case) -> None:
-        super().__init__(case, case.target_device)
+    def __init__(self, series: Series, case: Case) -> None:
+        allocate = series is Series.binding_allocated
+        super().__init__(case, case.target_device, allocate=allocate)
 
     def offer(self) -> bytes:
         parts = [self._worker.address, self._mapped.pack()]
@@ -138,7 +155,8 @@ class _BindingInitiator(_BindingSide):
 
         super().__init__(case, case.initiator_device)
         self._case = case
-        self._endpoint = Endpoint(self._worker, offer.parts[0])
+        error_handling = TRANSPORTS[case.transport].error_handling
+        self._endpoint = Endpoint(self._worker, offer.parts[0], error_handling=error_handling)
         self._key = RemoteKey(self._endpoint, offer.parts[1])
         self._places = _places(case)
         self._make = get_batch if case.operation == "get" else put_batch
@@ -164,21 +182,23 @@ class _BindingInitiator(_BindingSide):
         self._mapped.close()
 
 
-def _make_agent(series: Series, name: str) -> EngineAgent:
+def _make_agent(series: Series, case: Case, name: str) -> EngineAgent:
     if series is Series.nixl:
         from pynixlkv.nixl import NixlAgent
 
         return NixlAgent(name)
     from pynixlkv.ucx import UcxAgent
 
-    return UcxAgent(name)
+    is_reached_directly = series is Series.ucx_allocated
+    error_handling = is_reached_directly or TRANSPORTS[case.transport].error_handling
+    return UcxAgent(name, error_handling=error_handling)
 
 
 class _AgentSide:
     """An agent with registered memory."""
 
     def __init__(self, series: Series, case: Case, role: str, device: str) -> None:
-        self._agent = _make_agent(series, role)
+        self._agent = _make_agent(series, case, role)
         allocated = None
         if series is Series.ucx_allocated and role == "target":
             from pynixlkv.ucx import UcxAgent
@@ -321,20 +341,16 @@ class _Memcpy:
         pass
 
 
+_BINDING = (Series.binding, Series.binding_unwritten, Series.binding_allocated)
+_AGENTS = (Series.ucx, Series.ucx_allocated, Series.nixl)
 _TARGETS: dict[Series, Callable[[Case], Target]] = {
-    Series.binding: _BindingTarget,
-    Series.binding_unwritten: _BindingTarget,
-    Series.ucx: lambda case: _AgentTarget(Series.ucx, case),
-    Series.ucx_allocated: lambda case: _AgentTarget(Series.ucx_allocated, case),
-    Series.nixl: lambda case: _AgentTarget(Series.nixl, case),
+    **{series: partial(_BindingTarget, series) for series in _BINDING},
+    **{series: partial(_AgentTarget, series) for series in _AGENTS},
     Series.nixl_python: _NixlPythonTarget,
 }
 _INITIATORS: dict[Series, Callable[[Case, _Offer], Initiator]] = {
-    Series.binding: _BindingInitiator,
-    Series.binding_unwritten: _BindingInitiator,
-    Series.ucx: lambda case, offer: _AgentInitiator(Series.ucx, case, offer),
-    Series.ucx_allocated: lambda case, offer: _AgentInitiator(Series.ucx_allocated, case, offer),
-    Series.nixl: lambda case, offer: _AgentInitiator(Series.nixl, case, offer),
+    **dict.fromkeys(_BINDING, _BindingInitiator),
+    **{series: partial(_AgentInitiator, series) for series in _AGENTS},
     Series.nixl_python: _NixlPythonInitiator,
 }
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -88,16 +88,14 @@ class Perftest:
         -----
         Neither process outlives the call, whatever ends it.
         """
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        environment = {**os.environ, **TRANSPORTS[case.transport].environment, **self._environment}
+        transport = TRANSPORTS[case.transport]
+        environment = {**os.environ, **transport.environment, **self._environment}
         with ExitStack() as stack:
 
             def start(*arguments: str) -> subprocess.Popen[str]:
                 output = stack.enter_context(tempfile.TemporaryFile("w+"))
                 process = subprocess.Popen(
-                    [str(self.program), "-p", str(port), *arguments],
+                    [str(self.program), *arguments],
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -111,16 +109,21 @@ class Perftest:
                 return process
 
             deadline = time.monotonic() + _TIMEOUT_S
-            server = start()
-            while not _is_listening(port):
-                if server.poll() is not None or time.monotonic() > deadline:
-                    raise RunError(f"ucx_perftest does not listen: {_output(server)}")
-                time.sleep(_LOOK_S)
+            if transport.one_process:
+                where: tuple[str, ...] = ("-l",)
+            else:
+                server = start("-p", "0")  # a port that the system gives it
+                while (port := _listening_port(server.pid)) is None:
+                    if server.poll() is not None or time.monotonic() > deadline:
+                        raise RunError(f"ucx_perftest does not listen: {_output(server)}")
+                    time.sleep(_LOOK_S)
+                where = ("-p", str(port), "127.0.0.1")
             client = start(
-                "127.0.0.1",
+                *where,
                 *("-t", _TESTS[case.operation], "-s", str(case.piece_bytes)),
                 *("-n", str(case.count), "-w", str(max(1, case.count // 10))),
-                *("-O", str(case.window), "-e", "-z", "-f", "-v"),
+                *("-O", str(case.window), "-z", "-f", "-v"),
+                *(("-e",) if transport.error_handling else ()),
             )
             try:
                 status = client.wait(max(0.0, deadline - time.monotonic()))
@@ -166,14 +169,17 @@ def _output(process: subprocess.Popen[str]) -> str:
     return process.stdout.read().strip()
 
 
-def _is_listening(port: int) -> bool:
+def _listening_port(pid: int) -> int | None:
     """Look without connecting: the first connection is the one that it serves."""
+    process = Path("/proc") / str(pid)
+    mine = set()
+    for link in (process / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            mine.add(str(link.readlink()))
     for name in ("tcp", "tcp6"):
-        table = Path("/proc/net") / name
-        if not table.exists():
-            continue
-        for line in table.read_text().splitlines()[1:]:
+        table = process / "net" / name
+        for line in table.read_text().splitlines()[1:] if table.exists() else ():
             fields = line.split()
-            if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
-                return True
-    return False
+            if fields[3] == _LISTEN and f"socket:[{fields[9]}]" in mine:
+                return int(fields[1].rpartition(":")[2], 16)
+    return None

@@ -44,6 +44,7 @@ __all__ = ["BenchOptions", "BenchReport", "CaseReport", "SeriesReport", "run_ben
 
 _ROUNDS, _QUICK_ROUNDS = 7, 3
 _TARGET, _INITIATOR = "target", "initiator"
+_OURS_ON_UCX = ("pynixlkv.ucx", "UcxAgent")
 # Reported where they are installed.
 _DISTRIBUTIONS = ("nixl-cu12", "nixl-cu13", "libucx-cu12", "libucx-cu13", "torch")
 
@@ -237,7 +238,8 @@ def run_cases(
     before = os.getloadavg()[0]
     reports: list[CaseReport] = []
     for transport, group in groupby(cases, key=lambda case: case.transport):
-        specs = [SideSpec(name, transport, timeout_s) for name in (_TARGET, _INITIATOR)]
+        names = dict.fromkeys((_target_of(transport), _INITIATOR))
+        specs = [SideSpec(name, transport, timeout_s) for name in names]
         with (
             small_pages(),
             ProcessGroup(
@@ -247,7 +249,7 @@ def run_cases(
             for case in group:
                 on_progress(case.describe(), len(reports), len(cases))
                 reports.append(_Measurement(sides, case, rounds).report())
-            sides.ask("finish", dict.fromkeys((_TARGET, _INITIATOR), Finish()), Done)
+            sides.ask("finish", dict.fromkeys(names, Finish()), Done)
             sides.join()
     on_progress("done", len(cases), len(cases))
     return BenchReport(
@@ -260,17 +262,23 @@ def run_cases(
     )
 
 
+def _target_of(transport: str) -> str:
+    """Name the process whose memory is read and written."""
+    return _INITIATOR if TRANSPORTS[transport].one_process else _TARGET
+
+
 class _Measurement:
     """One case between two sides."""
 
     def __init__(self, sides: ProcessGroup, case: Case, rounds: int) -> None:
         self._sides = sides
         self._case = case
+        self._target = _target_of(case.transport)
         self._perftest = Perftest.find() if Series.perftest in case.series else None
         self._times: dict[Series, list[float | None]] = {s: [] for s in case.series}
         self._wrong = dict.fromkeys(case.series, 0)
         self._errors: dict[Series, list[str]] = {s: [] for s in case.series}
-        offered = sides.ask("offer", {_TARGET: Offer(case)}, Offered)[_TARGET]
+        offered = sides.ask("offer", {self._target: Offer(case)}, Offered)[self._target]
         sides.ask("open", {_INITIATOR: Open(case, offered.offers)}, Done)
         # The first round warms up and is not counted; it and the last one are compared.
         for number in range(rounds + 1):
@@ -279,7 +287,7 @@ class _Measurement:
             for series in order:
                 self._run(series, compare=number in (0, rounds), counts=number > 0)
         sides.ask("close", {_INITIATOR: Close()}, Done)
-        sides.ask("close", {_TARGET: Close()}, Done)
+        sides.ask("close", {self._target: Close()}, Done)
 
     def _run(self, series: Series, *, compare: bool, counts: bool) -> None:
         if series is Series.perftest:
@@ -289,13 +297,14 @@ class _Measurement:
         is_put = self._case.operation == "put" and has_target(series)
         if has_target(series):
             command = Serve(series.value, clear=compare and is_put)
-            self._sides.ask("serve", {_TARGET: command}, Done)
+            self._sides.ask("serve", {self._target: command}, Done)
         run = Run(series.value, compare=compare and not is_put)
         ran = self._sides.ask("run", {_INITIATOR: run}, Ran)[_INITIATOR]
         wrong_bytes = ran.wrong_bytes
         if has_target(series):
             rest = Rest(compare=compare and is_put)
-            wrong_bytes += self._sides.ask("rest", {_TARGET: rest}, Rested)[_TARGET].wrong_bytes
+            rested = self._sides.ask("rest", {self._target: rest}, Rested)[self._target]
+            wrong_bytes += rested.wrong_bytes
         if ran.error:
             self._errors[series].append(ran.error)
         else:
@@ -358,7 +367,7 @@ def _absent_series(*, quick: bool) -> dict[str, str]:
     try:
         _loader.find_ucx()
     except LibraryNotFoundError as error:
-        absent |= {s.value: str(error) for s in (Series.binding, Series.ucx, Series.ucx_allocated)}
+        absent |= {s.value: str(error) for s in Series if s.value.startswith(_OURS_ON_UCX)}
     try:
         _loader.find_nixl()
     except LibraryNotFoundError as error:
