@@ -130,7 +130,7 @@ def test_an_answer_is_streamed_from_what_prefill_computed(services, expected, le
 def test_an_answer_in_one_piece(services, expected):
     _, _, proxy = services
     prompt, tokens = expected[40]
-    (line,) = ask(proxy, " ".join(words(prompt)))
+    (line,) = ask(proxy, prompt)
     assert json.loads(line)["choices"][0]["text"].split() == words(tokens)
 
 

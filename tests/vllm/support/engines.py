@@ -137,7 +137,7 @@ def write_model(channel, kind, path):
 
 
 def write_tokenizer(path):
-    """Write a tokenizer beside a model: token 7 is the word t7. Servers want one."""
+    """Write a tokenizer beside a model, since servers want one: token 7 reads t7."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
