@@ -1,10 +1,15 @@
-"""A model whose cache holds latents, which every worker has whole."""
+"""A model whose cache holds latents, which every worker has whole.
+
+On the CPU vLLM computes latents in two ways that do not agree: a plain engine goes on in another way
+from a prompt and the tokens that it has itself made of it. So what decode makes of a hand-off cannot
+be compared with a plain engine; it is compared with what it makes under vLLM's own connector.
+"""
 
 import connectors
 import pytest
-from engines import LENGTHS, answer_plainly, make_model, make_prompts
+from engines import LENGTHS, make_model, make_prompts
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")
@@ -13,20 +18,27 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def expected(model, tmp_path_factory):
-    return answer_plainly(model, tmp_path_factory.mktemp("plain-deepseek"))
-
-
-@pytest.fixture(scope="module")
-def pair(expected, cluster):
-    return cluster.prefill(connectors.OURS), cluster.decode(connectors.OURS)
+def answers(cluster):
+    """Tokens by connector and length: of a prompt, and of another in its place."""
+    found = {}
+    for name in ("OURS", "NIXL_API"):
+        connector = getattr(connectors, name)
+        prefill, decode = cluster.prefill(connector), cluster.decode(connector)
+        for prompt in make_prompts(LENGTHS, 1):
+            (other,) = make_prompts([len(prompt)], 2)
+            other[-1] = prompt[-1]
+            found[name, len(prompt)] = [
+                decode.generate(tokens, params=prefill.prefill(prompt)).tokens
+                for tokens in (prompt, other)
+            ]
+        prefill.close()
+        decode.close()
+    return found
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_decode_continues_from_latents(pair, expected, length):
-    prefill, decode = pair
-    prompt, tokens = expected[length]
-    (other,) = make_prompts([length], 2)
-    other[-1] = prompt[-1]
-    assert decode.generate(prompt, params=prefill.prefill(prompt)).tokens == tokens
-    assert decode.generate(other, params=prefill.prefill(prompt)).tokens == tokens
+def test_decode_continues_from_latents(answers, length):
+    tokens, swapped = answers["OURS", length]
+    assert tokens
+    assert swapped == tokens
+    assert answers["NIXL_API", length] == [tokens, tokens]
