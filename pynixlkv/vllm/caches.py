@@ -205,7 +205,17 @@ def _total_heads(
 
 
 def layer_number(name: str) -> int:
-    """Return the number of a layer in the model, from its name.
+    """Return the number of a layer in the model.
+
+    Parameters
+    ----------
+    name : str
+        vLLM's name of the layer.
+
+    Returns
+    -------
+    int
+        The number in it.
 
     Raises
     ------

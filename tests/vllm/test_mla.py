@@ -1,8 +1,9 @@
 """A model whose cache holds latents, which every worker has whole.
 
-On the CPU vLLM computes with latents in two ways that do not agree: from a prompt and the tokens that
-it has made of it, a plain engine goes on in another way. So what decode makes of a hand-off cannot be
-compared with a plain engine; it is compared with what it makes under vLLM's own connector.
+On the CPU vLLM computes with latents in two ways that do not agree: from a prompt and the tokens
+that it has made of it, a plain engine goes on in another way. So what decode makes of a hand-off
+cannot be compared with a plain engine; it is compared with what it makes under vLLM's own
+connector.
 """
 
 import connectors
