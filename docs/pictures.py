@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/concepts/geometry.md from real geometries and plans.
+"""Draw the pictures of the pages; those of layouts come from real geometries and plans.
 
     python docs/pictures.py
 
@@ -29,6 +29,23 @@ CELL, HEIGHT, LEFT, ROW = 16, 22, 12, 74
 CELLS_PER_ROW = 2 * NUM_BLOCKS * NUM_HEADS * BLOCK_SIZE
 WIDTH = CELLS_PER_ROW * CELL + 2 * LEFT
 LATENT = "#cfe5c8"
+LAYERS = (
+    ("engine adapters", "pynixlkv.vllm, pynixlkv.nixl_api", "one serving engine", "#e6d5f2"),
+    (
+        "connector",
+        "pynixlkv.connector, pynixlkv.handshake",
+        "requests, leases, failures",
+        "#f7c6c6",
+    ),
+    (
+        "transfer",
+        "pynixlkv.nixl, pynixlkv.ucx, pynixlkv.testing",
+        "agents, peers, bytes",
+        "#f5b35c",
+    ),
+    ("plan", "TransferPlan", "two geometries and two block tables to runs of bytes", "#86b6e3"),
+    ("geometry", "KVCache, pynixlkv.topology", "axes, strides, who holds what", "#cfe3f7"),
+)
 FILLS = {(0, 0): "#cfe3f7", (0, 1): "#86b6e3", (1, 0): "#fde3c0", (1, 1): "#f5b35c"}
 
 
@@ -182,9 +199,26 @@ def draw_plan(local_axes: str, remote_axes: str) -> str:
     return document(words, 246, parts)
 
 
+def draw_layers() -> str:
+    """Draw the five layers, and what each knows about."""
+    parts = [label(LEFT, 20, "Each layer imports only those below it", anchor="start", size=13)]
+    for i, (name, where, knows, fill) in enumerate(LAYERS):
+        y = 34 + 44 * i
+        parts.append(rectangle(LEFT, y, WIDTH - 2 * LEFT, 38, fill))
+        parts.append(label(LEFT + 12, y + 24, f"{len(LAYERS) - i} {name}", anchor="start", size=15))
+        parts.append(label(LEFT + 180, y + 16, where, anchor="start", size=12))
+        parts.append(label(LEFT + 180, y + 31, knows, anchor="start"))
+    y = 34 + 44 * len(LAYERS)
+    parts.append(rectangle(LEFT, y + 6, WIDTH - 2 * LEFT, 26, "#e0e0e0"))
+    words = "NIXL or UCX, found at run time: RDMA, TCP, shared memory, CUDA"
+    parts.append(label(LEFT + 180, y + 23, words, anchor="start"))
+    return document("The five layers of pynixlkv", y + 44, parts)
+
+
 def render() -> dict[str, str]:
     """Return the text of every picture by file name."""
     pictures = {f"{axes.lower()}.svg": draw_layout(axes) for axes in LAYOUTS}
+    pictures["layers.svg"] = draw_layers()
     pictures["plan.svg"] = draw_plan("KBNHD", "KBHND")
     return pictures
 

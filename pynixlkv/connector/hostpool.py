@@ -48,6 +48,22 @@ class HostBlockPool:
         with self._freed:
             return tuple(map(len, self._free))
 
+    def can_hold(self, counts: Sequence[int]) -> bool:
+        """Return whether `allocate` could succeed if all blocks were free.
+
+        Parameters
+        ----------
+        counts : sequence of int
+            Blocks of each group.
+
+        Returns
+        -------
+        bool
+            Whether there are so many.
+        """
+        counts = self._check_counts(counts)
+        return all(count <= size for count, size in zip(counts, self._sizes, strict=True))
+
     def has_free(self, counts: Sequence[int]) -> bool:
         """Return whether `allocate` would succeed at once.
 

@@ -143,8 +143,8 @@ class ConnectorScheduler:
         Returns
         -------
         num_tokens : int or None
-            Tokens that can be fetched; None if it cannot be said yet, because host blocks to stage
-            them in are short: ask again later.
+            Tokens that can be fetched; 0 if there are fewer host blocks to stage them in than they
+            need; None if these are in use: ask again later.
         is_async : bool
             Whether they arrive later.
 
@@ -165,6 +165,8 @@ class ConnectorScheduler:
         if self._host_pool is not None:
             end = num_computed_tokens + count
             counts = [_num_blocks(g, num_computed_tokens, end) for g in self._groups]
+            if not self._host_pool.can_hold(counts):
+                return 0, False
             if not self._host_pool.has_free(counts):
                 return None, False
         return count, True

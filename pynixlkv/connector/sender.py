@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -114,6 +114,15 @@ class _Kept:
     """Why the lease ends; the blocks are let go when all that uses them is quiet."""
 
 
+@dataclass(eq=False)
+class _Layer:
+    """A layer of all that ran in a step, which the device may not have finished."""
+
+    number: int
+    requests: dict[str, ReqMeta]
+    fence: Fence | None
+
+
 class Sender:
     """Keeps requests for consumers. Lives on the connector's thread.
 
@@ -154,6 +163,7 @@ class Sender:
         self._stats = stats
         self._stage_out = stage_out
         self._saving: dict[str, ReqMeta] = {}
+        self._layers: deque[_Layer] = deque()
         self._kept: dict[str, _Kept] = {}
         self._siblings: dict[str, set[str]] = defaultdict(set)
         self._consumers: OrderedDict[str, Consumer] = OrderedDict()  # the last heard is the last
@@ -173,7 +183,7 @@ class Sender:
 
     def restart(self, request_id: str) -> None:
         """Write a request anew, whose blocks have been taken away: it is computed again."""
-        self._saving.pop(request_id, None)
+        self._forget_layers(request_id)
         for push in self._of(request_id):
             for transfer in push.transfers:
                 if not transfer.state.is_end:
@@ -182,18 +192,40 @@ class Sender:
             push.transfers = []
             push.pushed.clear()
 
-    def layer_done(self, layer: int) -> None:
-        """Push a layer of all that runs in this step: it is in the cache."""
-        for request_id, meta in self._saving.items():
-            for push in self._of(request_id):
-                if not push.error:
-                    self._try_write(push, meta, layer)
+    def layer_done(self, layer: int, fence: Fence | None) -> None:
+        """Push a layer of all that runs in this step, once `fence` says that it is in the cache."""
+        if self._saving:
+            self._layers.append(_Layer(layer, self._saving, fence))
+
+    def _push_layers(self) -> float:
+        """Push what the device has finished; the layers finish in their order."""
+        while self._layers:
+            layer = self._layers[0]
+            try:
+                if layer.fence is not None and not layer.fence.done():
+                    return _SOON_S
+                error = ""
+            except Exception as failure:
+                error = str(failure) or type(failure).__name__
+            self._layers.popleft()
+            for request_id, meta in layer.requests.items():
+                for push in self._of(request_id):
+                    if error:
+                        self._stop(push, error)
+                    elif not push.error:
+                        self._try_write(push, meta, layer.number)
+        return math.inf
+
+    def _forget_layers(self, request_id: str) -> None:
+        self._saving.pop(request_id, None)
+        for layer in self._layers:
+            layer.requests.pop(request_id, None)
 
     def keep(self, request_id: str, meta: ReqMeta, fence: Fence | None, now: float) -> None:
         """Keep a request under its lease, which readers see once `fence` says so."""
         if meta.lease is None or request_id in self._kept:
             raise PlanError(f"request {request_id!r} cannot be kept (again), or has no lease")
-        self._saving.pop(request_id, None)
+        self._forget_layers(request_id)  # what is missing of it is written in one piece
         self._kept[request_id] = _Kept(
             request_id, meta, meta.lease, now + self._config.lease_duration, fence
         )
@@ -204,7 +236,7 @@ class Sender:
 
     def refuse(self, request_id: str, why: str) -> None:
         """Tell those who wait for a request that it will never be sent."""
-        self._saving.pop(request_id, None)
+        self._forget_layers(request_id)
         self._early_releases.pop(request_id, None)
         self._over.put(request_id, why)
         for push in self._of(request_id):
@@ -376,7 +408,7 @@ class Sender:
             Seconds until it must be called again, whatever happens.
         """
         self._settle_attaching(now)
-        due = float("inf")
+        due = self._push_layers()
         for push in list(self._pushes.values()):
             due = min(due, self._advance(push, now))
         for kept in list(self._kept.values()):

@@ -300,15 +300,17 @@ class ConnectorWorker:
                 self.stats.ended(EndState.FAILED.value, error)
             raise
 
-    def save_kv_layer(self, layer: int) -> None:
-        """Tell that a layer of what runs in this step is in the cache, and can be pushed.
+    def save_kv_layer(self, layer: int, fence: Fence | None = None) -> None:
+        """Tell that a layer of what runs in this step has been launched, and can be pushed.
 
         Parameters
         ----------
         layer : int
             Its global index.
+        fence : Fence, optional
+            Done when the layer is in the cache; without, it is there.
         """
-        self._do(lambda _: self._sender.layer_done(layer))
+        self._do(lambda _: self._sender.layer_done(layer, fence))
 
     def get_finished(self) -> Finished:
         """Return what has ended since the last call. Does not wait."""

@@ -18,7 +18,7 @@ from pynixlkv.geometry import KVCache
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ParallelPlace", "group_specs", "kv_cache"]
+__all__ = ["ParallelPlace", "group_specs", "kv_cache", "layer_number"]
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -140,7 +140,7 @@ def kv_cache(
                 axes="BHND",
                 kv_heads=heads_of[index, template, shape, dtype],
                 tp=place.tp,
-                layers=[_layer_number(layer) for layer in members],
+                layers=[layer_number(layer) for layer in members],
                 group=name,
                 dcp=place.dcp if spec.dcp_sharded else (0, 1),
                 interleave=place.interleave if spec.dcp_sharded and place.dcp[1] > 1 else 1,
@@ -204,7 +204,14 @@ def _total_heads(
     return held * size  # heads are packed, or the layer has a number of its own
 
 
-def _layer_number(name: str) -> int:
+def layer_number(name: str) -> int:
+    """Return the number of a layer in the model, from its name.
+
+    Raises
+    ------
+    LayoutError
+        If there is none, or several.
+    """
     found = [int(number) for number in _NUMBER.findall(name)]
     if len(found) != 1:
         raise LayoutError(

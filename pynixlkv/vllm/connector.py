@@ -31,7 +31,7 @@ from pynixlkv.connector.staging import HostBlockPool, HostStaging
 from pynixlkv.connector.worker import ConnectorWorker
 from pynixlkv.errors import ConfigError, LibraryVersionError
 from pynixlkv.handshake import Handshake
-from pynixlkv.vllm.caches import ParallelPlace, group_specs, kv_cache
+from pynixlkv.vllm.caches import ParallelPlace, group_specs, kv_cache, layer_number
 from pynixlkv.vllm.host import BlockCopy, StreamFence
 from pynixlkv.vllm.options import Options
 from pynixlkv.vllm.stats import PyNixlKVPromMetrics, PyNixlKVStats
@@ -123,6 +123,8 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._rejected: dict[str, str] = {}
         self._failing: dict[str, str] = {}  # rejected requests on their way to the results
         self._copy: BlockCopy | None = None
+        self._layer_numbers: dict[str, int] = {}
+        self._is_step_begun = False
         if role is KVConnectorRole.SCHEDULER:
             groups = group_specs(kv_cache_config, self._dcp)
             host_blocks = self._num_host_blocks()
@@ -231,10 +233,28 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         selected = self._kv_cache_config.select_transfer_block_ids(block_ids)
         return tuple(tuple(table) for table in selected)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:  # noqa: ARG002
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return the message to the workers for this step."""
+        for request_id in scheduler_output.preempted_req_ids or ():
+            self._side.request_preempted(request_id)
+        if self._options.layerwise:
+            self._save(scheduler_output)
         rejected, self._failing = self._failing, {}
         return _StepMetadata(self._side.build_connector_meta(), rejected)
+
+    def _save(self, scheduler_output: SchedulerOutput) -> None:
+        """Have what this step adds to prompts that are handed over pushed layer by layer."""
+        cached = scheduler_output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed |= {
+            new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs
+        }
+        for request_id, count in scheduler_output.num_scheduled_tokens.items():
+            info = self._infos.get(request_id)
+            if info is not None and info.hand_off.do_remote_decode:
+                until = min(computed[request_id] + count, info.num_prompt_tokens)
+                tables = self._tables(self._kv_cache_manager.get_block_ids(request_id))
+                self._side.save(info, tables, until)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take what all workers have reported."""
@@ -276,6 +296,8 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
         rank = get_pp_group().rank_in_group, get_tensor_model_parallel_rank()
+        if self._options.layerwise:
+            self._layer_numbers = {name: layer_number(name) for name in kv_caches}
         parallel = self._vllm_config.parallel_config
         describe = partial(
             kv_cache,
@@ -317,7 +339,10 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def set_host_xfer_buffer_ops(self, copy_operation: Callable[..., None]) -> None:
         """Take vLLM's function that copies blocks between device and host."""
-        if self._copy is not None:
+        from vllm.platforms import current_platform
+
+        # On the CPU there is no device to copy from, and vLLM's function fails.
+        if self._copy is not None and not current_platform.is_cpu():
             self._copy.operation = copy_operation
 
     def _make_agent(self, name: str) -> Agent:
@@ -339,8 +364,20 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return this worker's hello."""
         return self._hello
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take the message of a step."""
+        super().bind_connector_metadata(connector_metadata)
+        self._is_step_begun = False
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:  # noqa: ARG002
         """Hand the step's message to the worker half."""
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        """Hand the step's message over, once: vLLM calls for loads after layers were saved."""
+        if self._is_step_begun:
+            return
+        self._is_step_begun = True
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _StepMetadata)
         fence: Fence | None = StreamFence() if torch.cuda.is_available() else None
@@ -353,11 +390,20 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(
         self,
         layer_name: str,
-        kv_layer: torch.Tensor,
-        attn_metadata: object,
-        **kwargs: object,
+        kv_layer: torch.Tensor,  # noqa: ARG002
+        attn_metadata: object,  # noqa: ARG002
+        **kwargs: object,  # noqa: ARG002
     ) -> None:
-        """Do nothing: blocks are sent from where they are."""
+        """Push a layer of the prompts in this step, if that is asked for."""
+        number = self._layer_numbers.get(layer_name)
+        if number is None:
+            return
+        self._begin_step()
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, _StepMetadata)
+        if metadata.connector.reqs_to_save:
+            fence = StreamFence() if torch.cuda.is_available() else None
+            self._loader.save_kv_layer(number, fence)
 
     def wait_for_save(self) -> None:
         """Do nothing: kept blocks stay until they are reported as sent."""
@@ -408,6 +454,11 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> KVConnectorPromMetrics | None:
         """Return the metrics that vLLM's Prometheus endpoint shows."""
         return PyNixlKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Return whether layers are pushed as they finish: a full CUDA graph would skip that."""
+        return Options.read(extra_config).layerwise
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

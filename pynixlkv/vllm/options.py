@@ -30,6 +30,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         Its parameters, or UCX's configuration (without the prefix ``UCX_``).
     transfer_mode : str
         ``"pull"`` or ``"push"``; the same on both sides.
+    layerwise : bool
+        In push mode: send each layer of each chunk of a prompt as soon as the device has finished
+        it, to decode engines that have asked by then.
     side_channel_host : str
         Where the handshake listens, and where consumers reach it: an address of this machine, no
         wildcard.
@@ -62,6 +65,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     )
     backend_params: dict[str, str] = {}
     transfer_mode: Literal["pull", "push"] = "pull"
+    layerwise: bool = False
     side_channel_host: str = "127.0.0.1"
     side_channel_port: Annotated[int, msgspec.Meta(ge=0, lt=65536)] = 0
     allow_insecure: bool = False
@@ -79,6 +83,11 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ConfigError(
                 f"side_channel_host is {self.side_channel_host!r}; expected an address of this "
                 "machine, because consumers are told to connect to it"
+            )
+        if self.layerwise and self.transfer_mode != "push":
+            raise ConfigError(
+                f"layerwise is set, but transfer_mode is {self.transfer_mode!r}; only 'push' sends "
+                "layers as they finish"
             )
 
     @classmethod

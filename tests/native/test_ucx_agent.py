@@ -209,7 +209,7 @@ def test_settings_are_checked_and_shown(make_agent, monkeypatch):
         UcxAgent("")
 
 
-def test_an_idle_agent_sleeps(make_agent):
+def test_b107_an_idle_agent_sleeps(make_agent):
     agent = make_agent("a")
     agent.notifications(0.2)
     before = time.process_time()

@@ -22,6 +22,7 @@ from pynixlkv.errors import (
     UcxError,
     WireError,
 )
+from pynixlkv.testing import live_counts
 from pynixlkv.ucx import (
     Context,
     Endpoint,
@@ -461,6 +462,19 @@ def test_ranges_outside_are_refused(side):
         with pytest.raises(ConfigError, match="do not lie inside"):
             get_nbx(side.memory, side.mapped, **options)
     assert not side.array.any()
+
+
+def test_b109_keys_that_are_packed_and_unpacked_leave_nothing():
+    context = Context(TRANSPORTS["tcp"])
+    with context.map(np.zeros(4096, np.uint8)) as mapped:
+        worker = Worker(context)
+        endpoint = Endpoint(worker, worker.address)
+        RemoteKey(endpoint, mapped.pack())
+        before = live_counts()
+        for _ in range(10_000):
+            RemoteKey(endpoint, mapped.pack())
+        gc.collect()
+        assert live_counts() == before
 
 
 @pytest.mark.parametrize("what", ["address", "key"])

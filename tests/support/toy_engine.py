@@ -216,6 +216,7 @@ class ToyEngine:
                 )  # fmt: skip
         self.background = background
         self.fence: Fence | None = None
+        self.layer_fences: dict[int, Fence] = {}
         self._running: list[tuple[ToyRequest, range]] = []
         self.free = list(range(num_blocks))
         self.requests: dict[str, ToyRequest] = {}
@@ -336,7 +337,7 @@ class ToyEngine:
             for layer in rank.layers if running else ():
                 for request, tokens in running:
                     rank.write(request.prompt, request.blocks, tokens, layers=[layer])
-                rank.worker.save_kv_layer(layer)
+                rank.worker.save_kv_layer(layer, self.layer_fences.get(layer))
             if not self.background:
                 rank.worker.poll()
             self._collect(rank.worker.get_finished(), outcome)
@@ -372,4 +373,4 @@ class ToyEngine:
         for rank in self.ranks:
             rank.worker.shutdown()
         for rank in self.ranks:
-            assert rank.agent.close(), f"{rank.agent!r} is not quiet"
+            assert rank.agent.close(), f"{rank.agent.name!r} is not quiet"

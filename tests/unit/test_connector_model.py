@@ -262,12 +262,24 @@ class KitMachine(RuleBasedStateMachine):
         assert self.d.holds(request_id), "what was received has changed"
         self.d.finish(request_id)
 
-    @rule(num_tokens=st.integers(1, 17), pick=PICK, prefix=st.integers(0, 8))
-    def go(self, num_tokens, pick, prefix):
-        """The usual way, without pauses between."""
-        self.prefill(num_tokens, is_late=False, siblings=False)
-        self.arrive(pick, is_kept=False)
-        self.schedule(pick, prefix, is_busy=False)
+    @rule(
+        num_tokens=st.integers(1, 17),
+        prefix=st.integers(0, 8),
+        wait=st.sampled_from([0.0, 0.0, 0.0, 31.0]),
+        rounds=st.lists(st.integers(0, 4), min_size=3, max_size=3),
+        is_late=st.booleans(),
+    )
+    def go(self, num_tokens, prefix, wait, rounds, is_late):
+        """The usual way of a request, fast or slowly."""
+        self.prefill(num_tokens, is_late=is_late, siblings=False)
+        self.settle(rounds[0])
+        self.world.clock.now += wait
+        self.look("P")
+        self.arrive(-1 % max(len(self.offers), 1), is_kept=False)
+        self.settle(rounds[1])
+        self.schedule(-1 % max(len(self.queued), 1), prefix, is_busy=False)
+        self.settle(rounds[2])
+        self.finish_late_work()
 
     # ---- steps and time
 

@@ -143,6 +143,8 @@ def test_all_groups_or_none():
     assert pool.num_free == (4, 2)
     assert not pool.has_free([3, 3])
     assert pool.has_free([4, 2])
+    assert pool.can_hold([4, 2])
+    assert not pool.can_hold([4, 3])
     assert pool.allocate([3, 0]) == ((0, 1, 2), ())
     assert pool.num_free == (1, 2)
 

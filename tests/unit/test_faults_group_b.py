@@ -5,6 +5,7 @@ Each test is named after its row in the catalogue of known faults.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from toy_engine import Model, ToyRequest
 from toy_world import FakeFence, World
@@ -648,6 +649,24 @@ def test_b101_hand_offs_whose_lists_do_not_pair_up_are_refused():
         HandOff.from_dict(params)
 
 
+def test_b078_block_tables_stay_small_on_the_wire():
+    # Tables of 15,000 blocks, and of as many in any order, in the message that carries them.
+    for blocks in (range(15_000), np.random.default_rng(0).permutation(15_000).tolist()):
+        push = messages.Push(
+            reader=Reader("D", (0, 0), EngineShape()),
+            request_id="p1",
+            lease=None,
+            ticket=1,
+            blocks=(tuple(blocks),),
+            starts=(0,),
+            block_sizes=(16,),
+            num_tokens=15_000 * 16,
+        )
+        data = messages.encode(push)
+        assert len(data) < 64_000
+        assert messages.decode(data) == push
+
+
 def test_b102_the_number_of_descriptors_is_counted():
     layers = 48
     with World() as world:
@@ -674,6 +693,9 @@ def test_an_abort_while_bytes_move_is_reported_when_they_are_quiet(mode):
             world.network.pause("D.0.0")
         start(world, decode, params)
         world.until(lambda: reads if mode == "pull" else prefill.ranks[0].agent._native.running)
+        if mode == "pull":  # one that was not posted yet would be quiet at once
+            (read,) = decode.ranks[0].worker._receiver._requests["d1"].transfers
+            world.until(lambda: read._native.stats["post_ns"])
         decode.finish("d1")
         world.quiet()
         assert not world.outcomes["D"].failed
@@ -725,6 +747,90 @@ def test_a_request_that_is_preempted_is_pushed_anew():
         world.network.resume("D.0.0")
         world.until(received(world))
         assert decode.holds("d1")
+
+
+@pytest.fixture
+def pushing():
+    """A world with a producer that is asked for a request before it begins, and a consumer."""
+    with World("push") as world:
+        prefill, decode = pair(world)
+        start(world, decode, early_params(prefill, "p1"), num_tokens=12)
+        world.until(lambda: prefill.ranks[0].worker._sender._pushes)
+        prefill.begin("p1", 7, 12)
+        yield world, prefill, decode
+
+
+def launch(world, prefill, until):
+    """Launch a chunk on a device that has not begun with it; returns the fences of its layers."""
+    prefill.layer_fences = {layer: FakeFence() for layer in prefill.ranks[0].layers}
+    prefill.compute("p1", until)
+    world.step("P")
+    prefill.ranks[0].poison(prefill.requests["p1"].blocks)
+    world.quiet()
+    return prefill.layer_fences
+
+
+def test_a_layer_is_written_when_the_device_has_finished_it(pushing):
+    world, prefill, decode = pushing
+    fences = launch(world, prefill, 8)
+    blocks = prefill.requests["p1"].blocks
+    assert (decode.ranks[0].read(decode.requests["d1"].blocks, range(12)) == 0xDEAD).all()
+    for layer, fence in fences.items():
+        prefill.ranks[0].write(7, blocks, range(8), layers=[layer])
+        fence.is_done = True
+
+    def arrived():
+        return decode.ranks[0].holds(7, decode.requests["d1"].blocks, range(8))
+
+    world.until(arrived)
+    prefill.layer_fences = {}
+    prefill.compute("p1", 12)
+    world.round()
+    assert prefill.hand_over("p1")
+    world.until(received(world))
+    assert decode.holds("d1")
+    assert prefill.ranks[0].worker.stats.snapshot().transfers == 4  # two chunks of two layers
+
+
+def test_layers_whose_blocks_are_taken_away_are_not_written(pushing):
+    world, prefill, decode = pushing
+    fences = launch(world, prefill, 8)
+    prefill.preempt("p1")
+    world.round()
+    for fence in fences.values():
+        fence.is_done = True
+    world.quiet()
+    assert (decode.ranks[0].read(decode.requests["d1"].blocks, range(12)) == 0xDEAD).all()
+    prefill.layer_fences = {}
+    prefill.compute("p1", 12)
+    world.round()
+    assert prefill.hand_over("p1")
+    world.until(received(world))
+    assert decode.holds("d1")
+
+
+def test_a_request_that_ends_before_its_layers_is_written_whole_when_all_is_there(pushing):
+    world, prefill, decode = pushing
+    fences = launch(world, prefill, 12)
+    blocks = prefill.requests["p1"].blocks
+    prefill.fence = FakeFence()
+    assert prefill.hand_over("p1")
+    world.quiet()
+    assert not world.outcomes["D"].received
+    prefill.ranks[0].write(7, blocks, range(12))
+    for fence in (*fences.values(), prefill.fence):
+        fence.is_done = True
+    world.until(received(world))
+    assert decode.holds("d1")
+
+
+def test_a_layer_that_fails_on_the_device_fails_its_requests(pushing):
+    world, prefill, _ = pushing
+    fences = launch(world, prefill, 8)
+    fences[0].error = RuntimeError("the device is lost")
+    world.until(failed(world))
+    (error,) = errors(world)
+    assert "the device is lost" in str(error)
 
 
 def test_an_engine_that_moves_to_another_address_is_found_there():

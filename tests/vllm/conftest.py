@@ -4,6 +4,11 @@ import pytest
 from engines import Cluster, answer_plainly, make_model
 
 
+def pytest_configure(config):
+    """What vLLM and torch warn about when they are imported is not for us to mend."""
+    config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning")
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     """Folder of a small model."""

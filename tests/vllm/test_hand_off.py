@@ -7,11 +7,14 @@ from engines import LENGTHS, make_prompts
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.fixture(scope="module", params=["OURS", "UCX_PUSH", "NIXL_API", "PUSH", "UCX"])
+@pytest.fixture(scope="module", params=["OURS", "PUSH", "STAGED", "UCX", "UCX_PUSH", "NIXL_API"])
 def pair(request, cluster):
     """A prefill and a decode engine."""
     connector = getattr(connectors, request.param)
-    return cluster.prefill(connector), cluster.decode(connector)
+    engines = cluster.prefill(connector), cluster.decode(connector)
+    yield engines
+    for engine in engines:
+        engine.close()
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -4,25 +4,36 @@ import connectors
 import pytest
 from engines import make_prompts, wait_for
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1200)
+
+POLICIES = ("fail", "recompute")
 
 # Over TCP a transfer from a process that stands still stays open, so that it can be killed in one.
 TCP = {"UCX_TLS": "tcp"}
 
-
-@pytest.fixture(scope="module", params=["fail", "recompute"])
-def policy(request):
-    return request.param
+TRANSFER_TIMEOUT_S = 20.0
+MARGIN_S = 15.0
+"""What the engines of a busy machine need beside the transfer."""
 
 
 @pytest.fixture(scope="module", params=["OURS", "NIXL_API"])
-def connector(request, policy):
-    return getattr(connectors, request.param).with_(policy=policy, env=TCP)
+def connector(request):
+    connector = getattr(connectors, request.param).with_(env=TCP)
+    if request.param == "OURS":
+        connector = connector.with_(extra={"transfer_timeout": TRANSFER_TIMEOUT_S})
+    return connector
 
 
 @pytest.fixture(scope="module")
-def decode(cluster, connector):
-    return cluster.decode(connector)
+def decodes(cluster, connector):
+    """A decode engine for each policy, which must fetch every prompt anew."""
+    engines = {
+        policy: cluster.decode(connector.with_(policy=policy), enable_prefix_caching=False)
+        for policy in POLICIES
+    }
+    yield engines
+    for engine in engines.values():
+        engine.close()
 
 
 @pytest.fixture
@@ -30,45 +41,46 @@ def prefill(cluster, connector):
     return cluster.prefill(connector)
 
 
-@pytest.fixture
-def check(decode, policy, expected):
+def check(decode, policy, answer, prompt, tokens):
     """Check how a request has ended, and that the engine goes on."""
-
-    def check_answer(answer, length):
-        prompt, tokens = expected[length]
-        if policy == "fail":
-            assert answer.finish == "error"
-        else:
-            assert (answer.finish, answer.tokens) == ("length", tokens)
-        assert decode.generate(prompt).tokens == tokens
-
-    return check_answer
+    if policy == "fail":
+        assert answer.finish == "error"
+    else:
+        assert (answer.finish, answer.tokens) == ("length", tokens)
+    assert answer.seconds < TRANSFER_TIMEOUT_S + MARGIN_S
+    assert decode.generate(prompt).tokens == tokens
 
 
-def test_killed_before_first_contact(prefill, decode, expected, check):
-    prompt, _ = expected[40]
-    params = prefill.prefill(prompt)
+def test_killed_before_first_contact(prefill, decodes, expected):
+    prompt, tokens = expected[40]
+    params = [prefill.prefill(prompt) for _ in POLICIES]
     prefill.kill()
-    check(decode.generate(prompt, params=params), 40)
+    for (policy, decode), each in zip(decodes.items(), params, strict=True):
+        check(decode, policy, decode.generate(prompt, params=each), prompt, tokens)
 
 
-def test_killed_after_a_good_transfer(prefill, decode, expected, check):
+def test_killed_after_a_good_transfer(prefill, decodes, expected):
     (other,) = make_prompts([33], 3)
-    assert decode.generate(other, params=prefill.prefill(other)).finish == "length"
-    prompt, _ = expected[300]
-    params = prefill.prefill(prompt)
+    for decode in decodes.values():
+        assert decode.generate(other, params=prefill.prefill(other)).finish == "length"
+    prompt, tokens = expected[300]
+    params = [prefill.prefill(prompt) for _ in POLICIES]
     prefill.kill()
-    check(decode.generate(prompt, params=params), 300)
+    for (policy, decode), each in zip(decodes.items(), params, strict=True):
+        check(decode, policy, decode.generate(prompt, params=each), prompt, tokens)
 
 
-def test_killed_during_a_transfer(prefill, decode, expected, check):
+def test_killed_during_a_transfer(prefill, decodes, expected):
     (other,) = make_prompts([34], 4)
-    assert decode.generate(other, params=prefill.prefill(other)).finish == "length"
-    prompt, _ = expected[300]
-    params = prefill.prefill(prompt)
+    for decode in decodes.values():
+        assert decode.generate(other, params=prefill.prefill(other)).finish == "length"
+    prompt, tokens = expected[300]
+    params = [prefill.prefill(prompt) for _ in POLICIES]
     prefill.freeze()
-    decode.start_generating([prompt], params=params)
-    wait_for(prefill.unread_bytes, "the request for blocks")
+    for decode, each in zip(decodes.values(), params, strict=True):
+        decode.start_generating([prompt], params=each)
+        wait_for(lambda decode=decode: prefill.unread_bytes(decode), "the request for blocks")
     prefill.kill()
-    (answer,) = decode.answers()
-    check(answer, 300)
+    for policy, decode in decodes.items():
+        (answer,) = decode.answers()
+        check(decode, policy, answer, prompt, tokens)

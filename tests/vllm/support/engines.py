@@ -274,22 +274,28 @@ class Engine:
                     found.append(int(entry.name))
         return found
 
-    def unread_bytes(self):
-        """Bytes that have arrived at its TCP sockets and were not read yet."""
+    def connections(self):
+        """Its TCP connections: (own address, other address, bytes that were not read yet)."""
         inodes = set()
         for pid in self.pids():
             with contextlib.suppress(OSError):
                 for fd in Path(f"/proc/{pid}/fd").iterdir():
                     with contextlib.suppress(OSError):
                         inodes.add(str(fd.readlink()).removeprefix("socket:[").removesuffix("]"))
-        total = 0
+        found = []
         for table in ("/proc/net/tcp", "/proc/net/tcp6"):
             for line in Path(table).read_text().splitlines()[1:]:
                 columns = line.split()
                 established = columns[3] == "01"
                 if established and columns[9] in inodes:
-                    total += int(columns[4].partition(":")[2], 16)
-        return total
+                    unread = int(columns[4].partition(":")[2], 16)
+                    found.append((columns[1], columns[2], unread))
+        return found
+
+    def unread_bytes(self, sender):
+        """Bytes that have come from another engine and were not read yet."""
+        theirs = {own for own, _, _ in sender.connections()}
+        return sum(unread for _, other, unread in self.connections() if other in theirs)
 
     def freeze(self):
         """Stop all of its processes, and wait until every thread stands still."""
@@ -301,6 +307,10 @@ class Engine:
             return (task / "stat").read_text().rpartition(")")[2].split()[0] in "TZ"
 
         wait_for(lambda: all(map(is_still, tasks)), "the stop of every thread")
+
+    def thaw(self):
+        """Let its processes go on."""
+        self._signal(signal.SIGCONT)
 
     def kill(self):
         """Kill all of its processes."""

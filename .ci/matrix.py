@@ -1,0 +1,163 @@
+"""Run the conformance suites over the versions that we support, and write down what was seen.
+
+    python .ci/matrix.py
+
+Installs the wheels of dist/ into an environment for each row. The rows are not the full product:
+each version is there, the oldest are together and the newest are. The table goes into
+docs/reference/support.md and README.md.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from pathlib import Path
+
+from build_wheels import find_interpreter
+
+ROOT = Path(__file__).parents[1]
+WORK = ROOT / "build" / "matrix"
+NIXL, UCX = "nixl-cu12", "libucx-cu12"
+# Without a version: the newest that this Python can have.
+ROWS = (
+    ("3.10", "numpy==1.26.*", f"{NIXL}==1.0.1", f"{UCX}==1.18.*"),
+    ("3.10", "numpy==1.26.*", NIXL, f"{UCX}==1.20.*"),
+    ("3.10", "numpy", f"{NIXL}==1.4.1", UCX),
+    ("3.13", "numpy", f"{NIXL}==1.0.1", f"{UCX}==1.20.*"),
+    ("3.13", "numpy", f"{NIXL}==1.3.2", f"{UCX}==1.18.*"),
+    ("3.13", "numpy", NIXL, UCX),
+)
+SUITES = {
+    "NixlAgent": "tests/native/test_conformance_nixl.py::TestNixlByDefault",
+    "UcxAgent": "tests/native/test_conformance_ucx.py::TestUcxByDefault",
+}
+TOOLS = (
+    "pytest>=8",
+    "pytest-timeout>=2.3",
+    "pytest-benchmark>=5",
+    "hypothesis>=6.100",
+    "psutil>=5.9",
+)
+PAGE = """# Tested versions
+
+`make matrix` installs the wheels into environments of these versions, runs the suite that every
+engine must pass, each with its own choice of transports, and writes this table.
+
+<!-- support -->
+{table}<!-- end -->
+
+Older ones of NIXL and UCX are refused when they are opened. Others between these are expected to
+work. Both sides of a connection need the same first two numbers of the engine's version.
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a suite ended."""
+
+    passed: int
+    other: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.other} of {self.passed + self.other} failed"
+            if self.other
+            else (f"passed ({self.passed} tests)" if self.passed else "failed: no test ran")
+        )
+
+
+def run(*command: str | Path, check: bool = True) -> str:
+    """Run a command and return what it printed."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if check and done.returncode != 0:
+        words = " ".join(map(str, command))
+        raise SystemExit(f"error: status {done.returncode} of: {words}\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def make_environment(folder: Path, row: tuple[str, str, str, str]) -> Path:
+    """Make the environment of a row and return its interpreter."""
+    python, numpy, nixl, ucx = row
+    found = sorted((ROOT / "dist").glob(f"*-cp{python.replace('.', '')}-*.whl"))
+    if not found:
+        raise SystemExit(f"error: no wheel for Python {python} in dist/; run make wheel")
+    run(find_interpreter(python), "-m", "venv", "--without-pip", folder)
+    interpreter = folder / "bin" / "python"
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "-q",
+        "--python",
+        interpreter,
+    )
+    run(*pip, "install", found[0], numpy, ucx, *TOOLS)
+    run(*pip, "install", "--no-deps", nixl)  # it would bring torch, which is not needed
+    return interpreter
+
+
+def versions(interpreter: Path) -> list[str]:
+    """Return the versions that an environment really has, and refuse one with our source tree."""
+    code = (
+        "import platform, importlib.metadata as m, pynixlkv; "
+        "assert 'site-packages' in pynixlkv.__file__, pynixlkv.__file__; "
+        f"print(platform.python_version(), *(m.version(n) for n in ('numpy', '{NIXL}', '{UCX}')))"
+    )
+    return run(interpreter, "-I", "-c", code).split()
+
+
+def run_suite(interpreter: Path, suite: str, report: Path) -> Result:
+    """Run one suite and count."""
+    output = run(
+        *(interpreter.with_name("pytest"), suite, f"--junitxml={report}", "-q"),
+        *("-o", "addopts=--benchmark-disable --import-mode=importlib"),
+        check=False,
+    )
+    if not report.is_file():
+        print(output)
+        return Result(0, 0)
+    cases = list(ET.parse(report).iter("testcase"))
+    bad = [case for case in cases if len(case.findall("*[@message]"))]
+    if bad or not cases:
+        print(output)
+    return Result(len(cases) - len(bad), len(bad))
+
+
+def main() -> int:
+    """Run all rows, write the table, and return the exit status."""
+    shutil.rmtree(WORK, ignore_errors=True)
+    WORK.mkdir(parents=True)
+    lines = [f"| Python | numpy | NIXL | UCX | {' | '.join(SUITES)} |", "| --- " * 6 + "|"]
+    failed = False
+    for number, row in enumerate(ROWS):
+        folder = WORK / f"row{number}"
+        interpreter = make_environment(folder, row)
+        results = [
+            run_suite(interpreter, suite, WORK / f"row{number}-{name}.xml")
+            for name, suite in SUITES.items()
+        ]
+        failed |= any(result.other or not result.passed for result in results)
+        lines.append(f"| {' | '.join([*versions(interpreter), *map(str, results)])} |")
+        print(lines[-1], flush=True)
+        shutil.rmtree(folder)
+    table = "\n".join(lines) + "\n"
+    page = ROOT / "docs" / "reference" / "support.md"
+    page.write_text(PAGE.format(table=table), encoding="utf-8")
+    readme = ROOT / "README.md"
+    text = re.sub(
+        r"(<!-- support -->\n).*?(<!-- end -->)",
+        lambda match: match[1] + table + match[2],
+        readme.read_text(encoding="utf-8"),
+        flags=re.DOTALL,
+    )
+    readme.write_text(text, encoding="utf-8")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

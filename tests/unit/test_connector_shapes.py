@@ -1,0 +1,40 @@
+"""Engines of unlike shapes: pipeline stages, tensor parallelism, layouts and block sizes."""
+
+from __future__ import annotations
+
+import pytest
+from toy_engine import Model
+from toy_world import World
+
+MODELS = {
+    "heads": Model(layers=4, kv_heads=4),
+    "few heads": Model(layers=4, kv_heads=2),
+    "latent": Model(layers=4, kv_heads=None),
+}
+# Pipeline stages and tensor-parallel ranks of the producer, then of the consumer.
+SHAPES = [(2, 1, 1, 1), (1, 1, 2, 1), (2, 2, 1, 1), (4, 1, 2, 2), (1, 4, 2, 1), (2, 1, 4, 4)]
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "{}x{} to {}x{}".format(*s))
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_rank_gets_its_layers_and_heads(kind, shape, mode):
+    model = MODELS[kind]
+    axes = ("BND", "BND") if model.kv_heads is None else ("KBHND", "BNKHD")
+    with World(mode) as world:
+        prefill = world.engine(
+            "P", model, pp=shape[0], tp=shape[1], axes=axes[0], block_size=4, num_blocks=16
+        )
+        decode = world.engine(
+            "D", model, pp=shape[2], tp=shape[3], axes=axes[1], block_size=8, num_blocks=16
+        )
+        for number, (num_tokens, num_computed) in enumerate([(13, 0), (21, 8)]):
+            name = f"p{number}"
+            params = prefill.prefill(name, number, num_tokens)
+            decode.arrive(f"d{number}", number, num_tokens, params)
+            assert decode.schedule(f"d{number}", num_computed) == num_tokens - num_computed
+            world.until(lambda name=f"d{number}": name in world.outcomes["D"].received)
+            assert decode.holds(f"d{number}")
+            # Every stage and rank of the producer lets go, those that nobody reads from too.
+            world.until(lambda name=name: name in world.outcomes["P"].sent)
+        assert not world.outcomes["D"].failed

@@ -1,0 +1,480 @@
+"""The connector in vLLM's own scheduler, whose workers the test plays. No engine is started."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import FinishReason
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from pynixlkv.connector.worker import Finished
+from pynixlkv.vllm import PyNixlKVConnector
+
+BLOCK, BLOCKS = 32, 21  # the first block is vLLM's null block
+PRODUCER, CONSUMER = "kv_producer", "kv_consumer"
+HASH = get_hash_fn_by_name("sha256")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """vLLM's configuration without a connector."""
+    folder = tmp_path_factory.mktemp("config")
+    shape = {"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 8}
+    transformers.LlamaConfig(
+        **shape, num_key_value_heads=4, architectures=["LlamaForCausalLM"]
+    ).save_pretrained(folder)
+    init_none_hash(HASH)
+    return EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        block_size=BLOCK,
+        max_model_len=1024,
+        max_num_seqs=8,
+        max_num_batched_tokens=4 * BLOCK,
+        async_scheduling=False,
+        enforce_eager=True,
+    ).create_engine_config()
+
+
+class Side:
+    """A scheduler, and what its workers tell it."""
+
+    def __init__(self, base, role, policy="fail", **extra):
+        self.config = copy.copy(base)
+        self.config.cache_config = copy.copy(base.cache_config)
+        self.config.cache_config.num_gpu_blocks = BLOCKS
+        self.config.kv_transfer_config = KVTransferConfig(
+            kv_connector="PyNixlKVConnector",
+            kv_connector_module_path="pynixlkv.vllm",
+            kv_role=role,
+            engine_id=role,
+            kv_buffer_device="cpu",
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config=extra,
+        )
+        spec = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32
+        )
+        layers = [f"model.layers.{i}.self_attn.attn" for i in range(2)]
+        self.caches = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(layers, spec)])
+        self.scheduler = Scheduler(
+            self.config, self.caches, StructuredOutputManager(self.config), BLOCK
+        )
+        self.scheduler.connector._side.address = ("127.0.0.1", 5600)
+
+    def add(self, request_id, length, params=None, max_tokens=1, first=3):
+        """Queue a request for a prompt whose tokens follow from its first one."""
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            extra_args=None if params is None else {"kv_transfer_params": params},
+            output_kind=RequestOutputKind.DELTA,
+        )
+        request = Request(
+            request_id,
+            [first + i for i in range(length)],
+            sampling,
+            None,
+            block_hasher=get_request_block_hasher(BLOCK, HASH),
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self, received=(), failed=(), sent=()):
+        """Make one step; returns the message to the workers and the outputs by request."""
+        planned = self.scheduler.schedule()
+        ids = list(planned.num_scheduled_tokens)
+        requests = self.scheduler.requests
+        tokens = [
+            [5] if requests[i].num_computed_tokens >= requests[i].num_tokens else [] for i in ids
+        ]
+        made = self.scheduler.update_from_output(
+            planned,
+            ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={request_id: n for n, request_id in enumerate(ids)},
+                sampled_token_ids=tokens,
+                kv_connector_output=KVConnectorOutput(
+                    finished_sending=set(sent) or None,
+                    finished_recving={*received, *failed} or None,
+                    failed_recving=set(failed),
+                ),
+            ),
+        )
+        outputs = {o.request_id: o for each in made.values() for o in each.outputs}
+        return planned.kv_connector_metadata, outputs
+
+    def run(self):
+        """Make steps until something comes out of them."""
+        for _ in range(20):
+            message, outputs = self.step()
+            if outputs:
+                return message, outputs
+        raise AssertionError("nothing has come out in 20 steps")
+
+    def abort(self, request_id):
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def num_free(self):
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def check_that_nothing_is_left(self):
+        """Every block is free, and the connector remembers no request."""
+        connector = self.scheduler.connector
+        side = connector._side
+        assert self.num_free == BLOCKS - 1
+        assert not self.scheduler.requests
+        for known in (
+            (connector._infos, connector._computed, connector._rejected, connector._failing),
+            (side._open, side._receiving, side._aborted, side._settled, side._kept),
+        ):
+            assert not any(known)
+
+
+def hand_over(base, length, request_id="p-1", **extra):
+    """Prefill a prompt; returns the producer, which keeps it, and its parameters."""
+    producer = Side(base, PRODUCER, **extra)
+    producer.add(request_id, length, {"do_remote_decode": True})
+    _, outputs = producer.run()
+    return producer, outputs[request_id].kv_transfer_params
+
+
+@pytest.fixture
+def params(base):
+    """A hand-off of a prompt of 70 tokens."""
+    _, params = hand_over(base, 70)
+    return params
+
+
+@pytest.fixture
+def decode(base):
+    return Side(base, CONSUMER)
+
+
+def test_a_hand_off_names_requests_as_each_side_does(base, decode):
+    producer, params = hand_over(base, 70, "p-a1b2")
+    assert params["remote_request_id"] == "p-a1b2"
+    message, _ = producer.step()
+    kept = message.connector.reqs_to_send["p-a1b2"]
+    assert [list(kept.blocks[0])] == params["remote_block_ids"]
+    assert producer.num_free == BLOCKS - 1 - 3
+    decode.add("d-c3d4", 70, params, max_tokens=2)
+    message, outputs = decode.step()
+    assert message.connector.reqs_to_recv.keys() == {"d-c3d4"}
+    fetched = message.connector.reqs_to_recv["d-c3d4"]
+    assert fetched.remote.remote_request_id == "p-a1b2"
+    assert (fetched.num_tokens, len(fetched.blocks[0])) == (70, 3)
+    assert not outputs
+    decode.step(received={"d-c3d4"})
+    _, outputs = decode.step()
+    assert outputs["d-c3d4"].new_token_ids == [5]
+    _, outputs = decode.step()
+    assert outputs["d-c3d4"].finish_reason is FinishReason.LENGTH
+    decode.check_that_nothing_is_left()
+    producer.step(sent={"p-a1b2"})
+    producer.check_that_nothing_is_left()
+
+
+def test_an_abort_of_a_queued_request_releases_it(decode, params):
+    decode.add("d-1", 70, params)
+    decode.abort("d-1")
+    message, _ = decode.step()
+    assert message.connector.reqs_to_release.keys() == {"d-1"}
+    assert not (message.connector.reqs_to_recv)
+    assert not (message.connector.reqs_waiting)
+    decode.check_that_nothing_is_left()
+
+
+@pytest.mark.parametrize("report", ["received", "failed"])
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_an_abort_while_receiving_keeps_the_blocks_until_the_workers_report(
+    base, params, report, policy
+):
+    decode = Side(base, CONSUMER, policy)
+    decode.add("d-1", 70, params)
+    decode.step()
+    decode.abort("d-1")
+    assert decode.num_free == BLOCKS - 1 - 3
+    message, _ = decode.step()
+    assert message.connector.reqs_to_abort == {"d-1"}
+    assert decode.num_free == BLOCKS - 1 - 3
+    decode.step(**{report: {"d-1"}})
+    decode.check_that_nothing_is_left()
+
+
+def test_an_abort_after_receiving_tells_nobody(decode, params):
+    decode.add("d-1", 70, params, max_tokens=9)
+    decode.step()
+    decode.step(received={"d-1"})
+    decode.run()
+    decode.abort("d-1")
+    message, _ = decode.step()
+    assert not message.connector
+    decode.check_that_nothing_is_left()
+
+
+def test_an_abort_between_receiving_and_running_tells_nobody(decode, params):
+    decode.add("d-1", 70, params)
+    decode.step()
+    decode.step(received={"d-1"})
+    decode.abort("d-1")
+    message, _ = decode.step()
+    assert not message.connector
+    decode.check_that_nothing_is_left()
+
+
+def test_an_abort_during_the_prefill_is_told_to_who_waits(base):
+    producer = Side(base, PRODUCER)
+    producer.add("p-1", 200, {"do_remote_decode": True})
+    producer.step()
+    producer.abort("p-1")
+    message, _ = producer.step()
+    assert message.connector.reqs_not_sent.keys() == {"p-1"}
+    producer.check_that_nothing_is_left()
+
+
+def test_an_abort_after_the_prefill_changes_nothing(base):
+    producer, _ = hand_over(base, 70)
+    producer.abort("p-1")
+    message, _ = producer.step()
+    assert message.connector.reqs_to_send.keys() == {"p-1"}
+    assert producer.num_free == BLOCKS - 1 - 3
+    producer.step(sent={"p-1"})
+    producer.check_that_nothing_is_left()
+
+
+def test_a_decode_request_that_is_preempted_is_computed_here(decode, params):
+    decode.add("d-1", 70, params, max_tokens=3)
+    decode.step()
+    decode.step(received={"d-1"})
+    decode.step()
+    assert decode.scheduler.reset_prefix_cache(reset_running_requests=True)
+    message, outputs = decode.step()
+    assert message.connector.reqs_preempted == {"d-1"}
+    assert not (message.connector.reqs_to_recv)
+    assert not (message.connector.reqs_to_release)
+    assert outputs["d-1"].new_token_ids == [5]
+    _, outputs = decode.run()
+    assert outputs["d-1"].finish_reason is FinishReason.LENGTH
+    decode.check_that_nothing_is_left()
+
+
+def test_requests_that_outgrow_the_cache_are_preempted_and_end_all_the_same(base):
+    producer, decode = Side(base, PRODUCER), Side(base, CONSUMER)
+    lengths = {f"-{i}": 6 * BLOCK for i in range(3)}  # 18 of 20 blocks; each grows by two
+    for n, (name, length) in enumerate(lengths.items()):
+        producer.add(f"p{name}", length, {"do_remote_decode": True}, first=1000 * n)
+    handed = {}
+    while len(handed) < len(lengths):
+        _, outputs = producer.run()
+        handed |= {i.replace("p", "d"): o.kv_transfer_params for i, o in outputs.items()}
+    for n, (request_id, params) in enumerate(handed.items()):
+        decode.add(request_id, 6 * BLOCK, params, max_tokens=2 * BLOCK, first=1000 * n)
+    decode.step()
+    preempted, ended = set(), set()
+    decode.step(received=handed.keys())
+    for _ in range(8 * BLOCK):
+        message, outputs = decode.step()
+        preempted |= message.connector.reqs_preempted
+        assert not message.connector.reqs_to_recv
+        ended |= {i for i, o in outputs.items() if o.finish_reason is FinishReason.LENGTH}
+        if ended == handed.keys():
+            break
+    assert ended == handed.keys()
+    assert preempted
+    decode.check_that_nothing_is_left()
+
+
+def test_a_producer_that_preempts_pushes_layers_anew(base):
+    producer = Side(base, PRODUCER, transfer_mode="push", layerwise=True)
+    producer.add("p-1", 200, {"do_remote_decode": True})
+    message, _ = producer.step()
+    assert message.connector.reqs_to_save["p-1"].num_tokens == 4 * BLOCK
+    assert producer.scheduler.reset_prefix_cache(reset_running_requests=True)
+    message, _ = producer.step()
+    assert message.connector.reqs_preempted == {"p-1"}
+    assert message.connector.reqs_to_save["p-1"].num_tokens == 4 * BLOCK
+    message, outputs = producer.step()
+    saved = message.connector.reqs_to_save["p-1"]
+    assert (saved.num_tokens, len(saved.blocks[0])) == (200, 7)
+    assert outputs["p-1"].kv_transfer_params["remote_block_ids"] == [list(saved.blocks[0])]
+    message, _ = producer.step()
+    assert message.connector.reqs_to_send.keys() == {"p-1"}
+    assert not message.connector.reqs_to_save
+
+
+def test_what_is_not_handed_over_is_not_pushed(base):
+    producer = Side(base, PRODUCER, transfer_mode="push", layerwise=True)
+    producer.add("p-1", 70)
+    message, _ = producer.step()
+    assert not message.connector
+    producer.check_that_nothing_is_left()
+
+
+BAD = {
+    "incomplete": {"do_remote_prefill": True},
+    "of a wrong type": {"do_remote_prefill": True, "remote_port": "x"},
+    "both": {"do_remote_prefill": True, "do_remote_decode": True},
+}
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_hand_off_that_is_rejected_ends_as_the_policy_says(base, bad, policy):
+    decode = Side(base, CONSUMER, policy)
+    decode.add("d-1", 70, bad)
+    decode.add("d-2", 70)
+    message, _ = decode.step()
+    assert message.rejected.keys() == {"d-1"}
+    _, outputs = decode.step(failed=message.rejected)
+    if policy == "recompute":
+        outputs = decode.run()[1]
+    expected = FinishReason.ERROR if policy == "fail" else FinishReason.LENGTH
+    assert outputs["d-1"].finish_reason is expected
+    assert not decode.scheduler.connector._failing
+    decode.step()
+    decode.check_that_nothing_is_left()
+
+
+def test_a_hand_off_of_the_other_mode_is_rejected(base, params):
+    decode = Side(base, CONSUMER, transfer_mode="push")
+    decode.add("d-1", 70, params)
+    message, _ = decode.step()
+    assert "'pull' mode" in message.rejected["d-1"]
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_load_that_fails_ends_as_the_policy_says(base, params, policy):
+    decode = Side(base, CONSUMER, policy)
+    decode.add("d-1", 70, params)
+    decode.step()
+    _, outputs = decode.step(failed={"d-1"})
+    if policy == "fail":
+        assert outputs["d-1"].finish_reason is FinishReason.ERROR
+    else:
+        message, outputs = decode.run()
+        assert outputs["d-1"].finish_reason is FinishReason.LENGTH
+        assert not message.connector
+    decode.step()
+    decode.check_that_nothing_is_left()
+
+
+def test_a_prompt_that_is_here_releases_the_producer_once(base, decode):
+    _, params = hand_over(base, 2 * BLOCK)
+    decode.add("d-0", 2 * BLOCK + 6)
+    decode.run()
+    releases = []
+    decode.add("d-1", 2 * BLOCK + 6, params, max_tokens=3)
+    for _ in range(5):
+        message, _ = decode.step()
+        assert not message.connector.reqs_to_recv
+        releases += message.connector.reqs_to_release
+    assert releases == ["d-1"]
+    decode.check_that_nothing_is_left()
+
+
+def test_a_prompt_that_is_partly_here_is_fetched_from_there_on(base, decode, params):
+    decode.add("d-0", 70)
+    decode.run()
+    decode.add("d-1", 70, params)
+    message, _ = decode.step()
+    fetched = message.connector.reqs_to_recv["d-1"]
+    assert (fetched.starts, len(fetched.blocks[0])) == ((2 * BLOCK,), 1)
+
+
+def test_a_prompt_that_no_host_buffer_holds_is_computed_here(base):
+    _, params = hand_over(base, 70)
+    decode = Side(base, CONSUMER, host_buffer_blocks=2)
+    decode.add("d-1", 70, params)
+    message, outputs = decode.step()
+    assert outputs["d-1"].finish_reason is FinishReason.LENGTH
+    assert message.connector.reqs_to_release.keys() == {"d-1"}
+    decode.step()
+    decode.check_that_nothing_is_left()
+
+
+def test_requests_wait_for_host_blocks(base):
+    decode = Side(base, CONSUMER, host_buffer_blocks=3)
+    for name in "12":
+        _, params = hand_over(base, 70, f"p-{name}")
+        decode.add(f"d-{name}", 70, params, first=1000 * int(name))
+    message, _ = decode.step()
+    assert message.connector.reqs_to_recv.keys() == {"d-1"}
+    decode.step(received={"d-1"})
+    message, _ = decode.step()
+    assert message.connector.reqs_to_recv.keys() == {"d-2"}
+
+
+class FakeWorker:
+    """The worker half, which does nothing."""
+
+    def __init__(self):
+        self.taken, self.finished = [], Finished()
+
+    def start_load_kv(self, metadata, fence):
+        self.taken.append(metadata)
+
+    def save_kv_layer(self, layer, fence):
+        self.taken.append(layer)
+
+    def get_finished(self):
+        finished, self.finished = self.finished, Finished()
+        return finished
+
+
+def worker_of(side):
+    connector = PyNixlKVConnector(side.config, KVConnectorRole.WORKER, side.caches)
+    connector._worker = FakeWorker()
+    return connector
+
+
+def test_a_worker_reports_what_was_rejected_as_failed_once(base):
+    decode = Side(base, CONSUMER)
+    worker = worker_of(decode)
+    decode.add("d-1", 70, {"do_remote_prefill": True})
+    worker.bind_connector_metadata(decode.step()[0])
+    worker.start_load_kv(None)
+    worker._worker.finished.received.add("d-2")
+    results = worker.get_transfer_results(set())
+    assert results.finished_recving == {"d-1", "d-2"}
+    assert results.failed_recving == {"d-1"}
+    assert not worker.get_transfer_results(set()).finished_recving
+
+
+def test_a_worker_hears_of_a_step_before_its_layers(base):
+    producer = Side(base, PRODUCER, transfer_mode="push", layerwise=True)
+    worker = worker_of(producer)
+    names = producer.caches.kv_cache_groups[0].layer_names
+    worker._layer_numbers = {name: number for number, name in enumerate(names)}
+    producer.add("p-1", 200, {"do_remote_decode": True})
+    message = producer.step()[0]
+    worker.bind_connector_metadata(message)
+    for name in names:
+        worker.save_kv_layer(name, torch.empty(0), None)
+    worker.start_load_kv(None)  # vLLM calls it after the forward pass
+    assert worker._worker.taken == [message.connector, 0, 1]
+    worker.bind_connector_metadata(Side(base, PRODUCER).step()[0])
+    worker.save_kv_layer(names[0], torch.empty(0), None)
+    assert len(worker._worker.taken) == 4  # the message, and no layer
+
+
+def test_layers_are_pushed_in_push_mode_only():
+    with pytest.raises(ValueError, match="layerwise"):
+        PyNixlKVConnector.requires_piecewise_for_cudagraph({"layerwise": True})
+    extra = {"layerwise": True, "transfer_mode": "push"}
+    assert PyNixlKVConnector.requires_piecewise_for_cudagraph(extra)
+    assert not PyNixlKVConnector.requires_piecewise_for_cudagraph({})
