@@ -18,7 +18,7 @@ from pynixlkv.cli.render import bench_table, bench_verdict
 TOTAL_BYTES = 64 << 20
 SIZES = [16 << 10, 64 << 10, 1 << 20]
 ENGINES = (Series.binding, Series.ucx, Series.nixl)
-ROUNDS = 9
+ROUNDS = 5
 TIMEOUT_S = 100
 
 

@@ -21,6 +21,7 @@ from pynixlkv.geometry import KVCache
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
 
     import numpy.typing as npt
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from pynixlkv.engine import EngineAgent
     from pynixlkv.testing import FakeNetwork
 
-__all__ = ["LocalRemote", "Pool", "ProcessRemote", "Remote", "random_bytes"]
+__all__ = ["HostPool", "LocalRemote", "Pool", "ProcessRemote", "Remote", "random_bytes"]
 
 _DEADLINE_S = 60.0
 
@@ -242,23 +243,67 @@ class LocalRemote:
             self._side = None
 
 
-def _serve(
-    connection: Connection, make: Callable[[str], EngineAgent], name: str, axes: str
-) -> None:
+def _serve(connection: Connection) -> None:
+    """Be one side after the other until the other process closes the connection."""
     faulthandler.enable()
-    side = _Side(make, name, axes)
-    connection.send(("ok", None))
+    side: _Side | None = None
     while True:
-        command, arguments = connection.recv()
         try:
-            answer = ("ok", getattr(side, command)(*arguments))
+            command, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            if command == "start":
+                side = _Side(*arguments)
+                answer: tuple[str, object] = ("ok", None)
+            else:
+                answer = ("ok", getattr(side, command)(*arguments))
         except PynixlkvError as error:
             answer = ("error", error)
         except Exception:  # the other process reports it
             answer = ("traceback", traceback.format_exc())
-        connection.send(answer)
         if command == "close":
-            return
+            side = None
+        connection.send(answer)
+
+
+class _Host:
+    """A process for remotes."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def end(self) -> None:
+        """Let it end by itself; kill it if it does not."""
+        self.connection.close()
+        self.process.join(_DEADLINE_S)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+class HostPool:
+    """Processes that remotes use one after the other: to start one takes longer than most tests."""
+
+    def __init__(self) -> None:
+        self._idle: list[_Host] = []
+
+    def take(self) -> _Host:
+        """Return a process that nobody uses."""
+        return self._idle.pop() if self._idle else _Host()
+
+    def give_back(self, host: _Host) -> None:
+        """Take back a process whose agent is closed."""
+        self._idle.append(host)
+
+    def close(self) -> None:
+        """End all that nobody uses."""
+        while self._idle:
+            self._idle.pop().end()
 
 
 class ProcessRemote:
@@ -270,26 +315,35 @@ class ProcessRemote:
         Makes an agent from its name; must be picklable.
     name, axes : str
         Agent name, axes of the pool.
+    hosts : HostPool, optional
+        Where the process comes from and goes to; by default it is started, and ends at the end.
     """
 
     def __init__(
-        self, make: Callable[[str], EngineAgent], name: str = "remote", axes: str = "KBHND"
+        self,
+        make: Callable[[str], EngineAgent],
+        name: str = "remote",
+        axes: str = "KBHND",
+        hosts: HostPool | None = None,
     ) -> None:
         self.name = name
         self._make = make
         self._axes = axes
+        self._hosts = hosts
         self.start()
 
     def start(self) -> None:
         """Start the process, again after `kill`."""
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(theirs, self._make, self.name, self._axes), daemon=True
-        )
-        self._process.start()
-        theirs.close()
-        self._answer("start")
+        self._host = self._hosts.take() if self._hosts else _Host()
+        self._ask("start", self._make, self.name, self._axes)
+
+    @property
+    def _process(self) -> BaseProcess:
+        return self._host.process
+
+    @property
+    def _connection(self) -> Connection:
+        return self._host.connection
 
     def _answer(self, command: str) -> object:
         if not self._connection.poll(_DEADLINE_S):
@@ -345,14 +399,17 @@ class ProcessRemote:
         self._connection.close()
 
     def close(self) -> None:
-        """Close the agent and end the process; kill it if it does not end."""
-        if self._process.is_alive():
-            self.resume()  # a test that failed may have left it stopped
-            try:
-                self._ask("close")
-                self._process.join(_DEADLINE_S)
-            finally:
-                if self._process.is_alive():
-                    self._process.kill()
-                    self._process.join()
-        self._connection.close()
+        """Close the agent and end the process, or give it back; kill it if that fails."""
+        if not self._process.is_alive():
+            self._connection.close()
+            return
+        self.resume()  # a test that failed may have left it stopped
+        try:
+            self._ask("close")
+        except BaseException:
+            self.kill()
+            raise
+        if self._hosts:
+            self._hosts.give_back(self._host)
+        else:
+            self._host.end()

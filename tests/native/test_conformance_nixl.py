@@ -27,9 +27,9 @@ class _OnNixl:
             agent.close()
 
     @pytest.fixture
-    def remote(self):
+    def remote(self, hosts):
         make = functools.partial(NixlAgent, backend_params=self.backend_params)
-        remote = ProcessRemote(make)
+        remote = ProcessRemote(make, hosts=hosts)
         yield remote
         remote.close()
 

@@ -31,9 +31,10 @@ class _OnUcx:
             agent.close()
 
     @pytest.fixture
-    def remote(self):
+    def remote(self, hosts):
         remote = ProcessRemote(
-            functools.partial(UcxAgent, config=self.config, error_handling=self.error_handling)
+            functools.partial(UcxAgent, config=self.config, error_handling=self.error_handling),
+            hosts=hosts,
         )
         yield remote
         remote.close()

@@ -121,6 +121,23 @@ def test_get_and_put_move_the_named_bytes_and_no_other(side):
     assert content == expected_there.tobytes()
 
 
+def test_without_error_handling_a_worker_reaches_itself():
+    context = Context({"TLS": "self", "LOG_LEVEL": "fatal"})
+    worker = Worker(context)
+    there, here = pattern(4096, 1), np.zeros(4096, dtype=np.uint8)
+    with context.map(there) as remote, context.map(here) as local:
+        with pytest.raises(UcxError, match="error handling"):
+            Endpoint(worker, worker.address)
+        with Endpoint(worker, worker.address, error_handling=False) as endpoint:
+            key = RemoteKey(endpoint, remote.pack())
+            get_nbx(local, key).wait(WAIT_S)
+            assert np.array_equal(here, there)
+            here[:] = pattern(4096, 2)
+            put_nbx(local, key).wait(WAIT_S)
+            flush_nbx(endpoint).wait(WAIT_S)
+            assert np.array_equal(there, here)
+
+
 def test_many_at_once_all_arrive(side):
     block = 4096
     order = np.random.default_rng(3).permutation(SIZE // block)
