@@ -44,6 +44,7 @@ $(VENV)/.cov-deps: $(VENV)/.test-deps
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.demo-deps $(NATIVE_SOURCES)
+	@echo "compiling; the first time takes some minutes"
 	$(PIP) install --no-build-isolation --no-deps -Cbuild-dir=build/$(PRESET) \
 		-Ccmake.args=--preset=$(PRESET) -Ccmake.build-type= -Cinstall.strip=false -e .
 	touch $@

@@ -15,6 +15,15 @@ loopback addresses are served and asked, unless that is explicitly allowed. No c
 
 from __future__ import annotations
 
+try:
+    import zmq as _zmq  # noqa: F401
+except ModuleNotFoundError as error:
+    from pynixlkv.errors import LibraryNotFoundError
+
+    raise LibraryNotFoundError(
+        "pynixlkv.handshake needs ZeroMQ, which is not installed: pip install 'pynixlkv[connector]'"
+    ) from error
+
 from pynixlkv.handshake.client import RemoteEngine, fetch
 from pynixlkv.handshake.message import PROTOCOL_VERSION, Rank
 from pynixlkv.handshake.server import Handshake
