@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ class TwoHosts:
                 self._set_up(host, "ip", "address", "add", f"{address}/24", "dev", "cable")
                 self._set_up(host, "ip", "link", "set", "cable", "up")
                 self._set_up(host, "ip", "link", "set", "lo", "up")
+            self._wait_for_the_cable()
         except BaseException:
             self.__exit__()
             raise
@@ -68,6 +70,15 @@ class TwoHosts:
         )
         if done.returncode != 0:
             pytest.skip(f"needs network namespaces: {' '.join(command)}: {done.stderr.strip()}")
+
+    def _wait_for_the_cable(self):
+        """Wait until both ends have a carrier: UCX does not use an interface without one."""
+        deadline = time.monotonic() + DEADLINE_S
+        for host in (0, 1):
+            command = [*self.enter(host), "cat", "/sys/class/net/cable/operstate"]
+            while subprocess.check_output(command, text=True) != "up\n":
+                assert time.monotonic() < deadline, "the cable has no carrier"
+                time.sleep(0.01)
 
     def _enter(self, host, *namespaces):
         return ["nsenter", "--target", str(self._holders[host].pid), *namespaces]
