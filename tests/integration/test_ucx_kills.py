@@ -40,7 +40,7 @@ TRANSPORTS = [
     {"config": {}, "allocate": True},
 ]
 IDS = ["tcp", "same-host copies", "memory of UCX"]
-KILLS = math.ceil(int(os.environ.get("PYNIXLKV_KILLS", "12")) / len(TRANSPORTS))
+KILLS = math.ceil(int(os.environ.get("PYNIXLKV_KILLS", "6")) / len(TRANSPORTS))
 
 pytestmark = pytest.mark.timeout(60 + 10 * KILLS)
 
