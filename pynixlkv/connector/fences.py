@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["Fence", "has_ended"]
+__all__ = ["DONE", "Fence", "has_ended"]
 
 
 class Fence(Protocol):
@@ -13,6 +13,15 @@ class Fence(Protocol):
     def done(self) -> bool:
         """Return whether it has ended; raise if it has failed. Does not block."""
         ...
+
+
+class _Done:
+    def done(self) -> bool:
+        return True
+
+
+DONE: Fence = _Done()
+"""Of work that has ended when it is asked for."""
 
 
 def has_ended(fence: Fence) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pynixlkv.connector.fences import DONE
 from pynixlkv.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -115,12 +116,7 @@ class TensorCopy:
                     host[there] = device[here]
                 else:
                     device[here] = host[there]
-        return _Done()
-
-
-class _Done:
-    def done(self) -> bool:
-        return True
+        return DONE
 
 
 def _by_block(tensors: Mapping[str, Any], axes: str) -> Iterator[Any]:

@@ -234,15 +234,15 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
         return self.remote_starts or (0,) * len(self.blocks)
 
     @property
-    def lease_token(self) -> Lease:
-        """The producer's lease.
+    def lease_token(self) -> Lease | None:
+        """The producer's lease; None if it has given none, as a push may do.
 
         Raises
         ------
         ConfigError
-            If the text is none, or missing.
+            If the text is no lease.
         """
-        return Lease.parse(self.lease or "")
+        return None if self.lease is None else Lease.parse(self.lease)
 
     @property
     def shape(self) -> EngineShape:

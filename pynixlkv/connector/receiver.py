@@ -26,6 +26,7 @@ from pynixlkv.connector import messages
 from pynixlkv.connector.fences import Fence, has_ended
 from pynixlkv.connector.leases import status
 from pynixlkv.connector.links import Link, LinkState, Producer
+from pynixlkv.connector.log import RequestLog
 from pynixlkv.connector.messages import LeaseStatus
 from pynixlkv.connector.metadata import EndState, HandOff, Lease, ReqMeta
 from pynixlkv.connector.tables import by_group
@@ -200,7 +201,7 @@ class Receiver:
         if request_id in self._requests:
             raise PlanError(f"request {request_id!r} is being received, it does not wait")
         self._forget(request_id)
-        lease = hand_off.lease_token if hand_off.lease is not None else None
+        lease = hand_off.lease_token
         link = self._link(hand_off, now)
         link.requests.add(request_id)
         self._waiting[request_id] = _Waiting(str(hand_off.remote_request_id), lease, link)
@@ -211,7 +212,7 @@ class Receiver:
         if remote is None or request_id in self._requests:
             raise PlanError(f"request {request_id!r} cannot be received (again)")
         self._forget(request_id)
-        lease = remote.lease_token if remote.lease is not None else None
+        lease = remote.lease_token
         link = self._link(remote, now)
         link.requests.add(request_id)
         self._next_ticket += 1
@@ -669,10 +670,9 @@ class Receiver:
         self._stats.ended(end.value, request.error)
         if end is EndState.RECEIVED:
             return RequestEnd(end, None, ())
-        _log.warning(
+        RequestLog(_log, request=request.id, peer=link.engine_id).warning(
             "request %s from engine %s: %s: %s",
             request.id, link.engine_id, end.value, str(request.error),
-            extra={"request": request.id, "peer": link.engine_id},
         )  # fmt: skip
         return RequestEnd(end, request.error, request.meta.blocks)
 
@@ -687,7 +687,7 @@ class Receiver:
         if link.state is LinkState.DEAD:
             self._stats.count("releases_lost")  # its leases run out without us
             return
-        lease = hand_off.lease_token if hand_off.lease is not None else None
+        lease = hand_off.lease_token
         entry = str(hand_off.remote_request_id), lease
         for producer in link.producers:
             if not (only_bystanders and producer.plans) and entry not in self._outbox[producer]:

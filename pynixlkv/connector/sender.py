@@ -18,6 +18,7 @@ import numpy as np
 from pynixlkv.connector import messages, pairing
 from pynixlkv.connector.fences import has_ended
 from pynixlkv.connector.links import split
+from pynixlkv.connector.log import RequestLog
 from pynixlkv.connector.messages import LeaseStatus
 from pynixlkv.connector.tables import by_group
 from pynixlkv.errors import HandshakeError, PlanError, PynixlkvError
@@ -627,10 +628,9 @@ class Sender:
                 del self._siblings[group]
         self._stats.lease_ended(kept.ending)
         if kept.ending != "released":
-            _log.warning(
-                "the lease of request %s ended: %s", kept.id, kept.ending,
-                extra={"request": kept.id},
-            )  # fmt: skip
+            RequestLog(_log, request=kept.id).warning(
+                "the lease of request %s ended: %s", kept.id, kept.ending
+            )
 
     def _answer(self, agent: str, message: messages.BeatAck | messages.PushEnd) -> None:
         consumer = self._consumers.get(agent)

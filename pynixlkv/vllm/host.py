@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pynixlkv.connector.fences import DONE
 from pynixlkv.connector.hostcopy import TensorCopy
 
 if TYPE_CHECKING:
@@ -71,12 +72,4 @@ class BlockCopy:
                 self.operation(device, host, ids, other, direction)
             else:
                 self.operation(host, device, other, ids, direction)
-        return StreamFence() if torch.cuda.is_available() else _DONE
-
-
-class _Done:
-    def done(self) -> bool:
-        return True
-
-
-_DONE = _Done()
+        return StreamFence() if torch.cuda.is_available() else DONE
