@@ -101,18 +101,25 @@ def worker_with_requests(count):
         background=False,
     )
     worker.register_kv_caches(make_cache(4, TABLE))
-    network.pause("producer")
     table = (tuple(range(TABLE)),)
+    remotes = [hand_off(i) for i in range(count)]
+    for remote in remotes:
+        words.grant(remote.lease_token)
     worker.start_load_kv(
         ConnectorMetadata(
             reqs_to_recv={
-                f"r{i}": ReqMeta(table, (0,), TABLE * BLOCK, remote=hand_off(i))
-                for i in range(count)
+                f"r{i}": ReqMeta(table, (0,), TABLE * BLOCK, remote=remote)
+                for i, remote in enumerate(remotes)
             }
         )
     )
+    # Lease words move between two polls; blocks, which a poll asks for once it has them, never do.
     deadline = time.monotonic() + 60
-    while count and agent._native.running < count and time.monotonic() < deadline:
+    while agent._native.running < count and time.monotonic() < deadline:
+        network.resume("producer")
+        while agent._native.running and time.monotonic() < deadline:
+            time.sleep(STEP_S)
+        network.pause("producer")
         worker.poll()
     assert agent._native.running == count
     try:
