@@ -38,7 +38,11 @@ enum Feature : std::uint64_t {
 };
 
 struct ContextParams {
-    enum Mask : std::uint64_t { kFeatures = 1U << 0U, kMtWorkersShared = 1U << 5U };
+    enum Mask : std::uint64_t {
+        kFeatures = 1U << 0U,
+        kRequestInit = 1U << 2U,
+        kMtWorkersShared = 1U << 5U
+    };
     std::uint64_t mask;
     std::uint64_t features;
     std::size_t request_size;
@@ -49,9 +53,9 @@ struct ContextParams {
 };
 
 struct ContextAttr {
-    enum Mask : std::uint64_t { kMemoryTypes = 1U << 2U };
+    enum Mask : std::uint64_t { kRequestSize = 1U << 0U, kMemoryTypes = 1U << 2U };
     std::uint64_t mask;
-    std::size_t request_size;
+    std::size_t request_size;  ///< bytes in front of what a request's address points to
     int thread_mode;
     std::uint64_t memory_types;  ///< a bit for each MemoryType
     char name[32];

@@ -24,8 +24,10 @@ static_assert(UCS_ERR_CONNECTION_RESET < 0);
 
 SAME_FIELD(capi::ContextParams, mask, ucp_params_t, field_mask);
 SAME_FIELD(capi::ContextParams, features, ucp_params_t, features);
+SAME_FIELD(capi::ContextParams, request_init, ucp_params_t, request_init);
 SAME_FIELD(capi::ContextParams, mt_workers_shared, ucp_params_t, mt_workers_shared);
 SAME_VALUE(capi::ContextParams::kFeatures, UCP_PARAM_FIELD_FEATURES);
+SAME_VALUE(capi::ContextParams::kRequestInit, UCP_PARAM_FIELD_REQUEST_INIT);
 SAME_VALUE(capi::ContextParams::kMtWorkersShared, UCP_PARAM_FIELD_MT_WORKERS_SHARED);
 SAME_VALUE(capi::kFeatureRma, UCP_FEATURE_RMA);
 SAME_VALUE(capi::kFeatureWakeup, UCP_FEATURE_WAKEUP);
@@ -33,7 +35,9 @@ SAME_VALUE(capi::kFeatureAm, UCP_FEATURE_AM);
 
 static_assert(sizeof(capi::ContextAttr) >= sizeof(ucp_context_attr_t));
 SAME_FIELD(capi::ContextAttr, mask, ucp_context_attr_t, field_mask);
+SAME_FIELD(capi::ContextAttr, request_size, ucp_context_attr_t, request_size);
 SAME_FIELD(capi::ContextAttr, memory_types, ucp_context_attr_t, memory_types);
+SAME_VALUE(capi::ContextAttr::kRequestSize, UCP_ATTR_FIELD_REQUEST_SIZE);
 SAME_VALUE(capi::ContextAttr::kMemoryTypes, UCP_ATTR_FIELD_MEMORY_TYPES);
 
 SAME_FIELD(capi::WorkerParams, mask, ucp_worker_params_t, field_mask);

@@ -219,3 +219,69 @@ def test_users_are_killed_at_random_moments(victims, transport):
             assert transfer.state is TransferState.DONE
             assert np.array_equal(target, pool)
         assert agent.quarantined == 0
+
+
+def serve(peer, config):
+    """Own bytes, and say when a reader is found dead; for as long as readers come."""
+    agent = UcxAgent("owner", config=config)
+    pool = np.zeros(SIZE, dtype=np.uint8)
+    pool[:] = random_bytes(SIZE, SEED)
+    agent.register(pool)
+    peer.send((agent.hello(), address(pool)))
+    while (hello := peer.receive()) is not None:
+        connected = agent.connect(hello)
+        deadline = time.monotonic() + WAIT_S
+        peer.send("connected")
+        peer.receive()
+        while agent.is_alive(connected):
+            assert time.monotonic() < deadline
+        peer.send("found it dead")
+
+
+def ask_for_much(peer, config, hello, there):
+    """Ask for far more bytes than a connection holds."""
+    agent = UcxAgent("reader", config=config)
+    pool = np.zeros(SIZE, dtype=np.uint8)
+    agent.register(pool)
+    peer.send(agent.hello())
+    peer.receive()
+    owner = agent.connect(hello)
+    reads = [
+        agent.read_descriptors(
+            owner, rows(address(pool), (0, SIZE)), rows(there, (0, SIZE)), timeout=WAIT_S
+        )
+        for _ in range(64)
+    ]
+    reads[0].wait()
+    peer.send("under way")
+    reads[-1].wait()
+
+
+def test_an_owner_outlives_readers_that_it_owes_bytes(start_peer):
+    """Replies that wait for a full socket when the reader dies; see `clear_request` of csrc/ucx.
+
+    The allocator of the owner's process fills what it hands out, so that an object in which
+    something was not set does not look fine by chance.
+    """
+    config = {"TLS": "tcp"}
+    owner = start_peer(serve, config, env={"MALLOC_PERTURB_": "253"})
+    hello, there = owner.receive()
+    for _ in range(3):
+        reader = start_peer(ask_for_much, config, hello, there)
+        owner.send(reader.receive())
+        assert owner.receive() == "connected"
+        reader.send("go")
+        assert reader.receive() == "under way"
+        reader.stop()
+        time.sleep(0.2)  # the owner fills the connection
+        reader.kill()
+        owner.send("look")
+        assert owner.receive() == "found it dead"
+    with UcxAgent("survivor", config=config) as survivor:
+        target = np.zeros(SIZE, dtype=np.uint8)
+        survivor.register(target)
+        ends = rows(address(target), (0, SIZE)), rows(there, (0, SIZE))
+        survivor.read_descriptors(survivor.connect(hello), *ends, timeout=WAIT_S).wait()
+        assert np.array_equal(target, random_bytes(SIZE, SEED))
+    owner.send(None)
+    owner.finish()
