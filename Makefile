@@ -11,10 +11,11 @@ PIP := $(PY) -m pip --disable-pip-version-check -q
 IN_VENV := PATH="$(abspath $(VENV))/bin:$$PATH"
 # The C++ tests that need a UCX take the one of the libucx wheel, or else of NIXL's.
 UCX = $(shell find $(VENV)/lib -name 'libucp.so.0' -o -name 'libucp-*.so*' | sort | head -n 1)
-CTEST = $(IN_VENV) PYNIXLKV_UCX_LIBRARY="$${PYNIXLKV_UCX_LIBRARY:-$(abspath $(UCX))}" ctest
+ctest = $(IN_VENV) cmake --build --preset $(1) && $(IN_VENV) \
+	PYNIXLKV_UCX_LIBRARY="$${PYNIXLKV_UCX_LIBRARY:-$(abspath $(UCX))}" ctest --preset $(1)
 
 NATIVE_SOURCES := CMakeLists.txt CMakePresets.json pyproject.toml $(wildcard cmake/*.cmake) \
-	$(shell find csrc tests/cpp -name '*.?pp' -o -name '*.pyx' -o -name '*.pxd' -o -name CMakeLists.txt)
+	$(shell find csrc -name '*.?pp' -o -name '*.pyx' -o -name '*.pxd') tests/cpp/CMakeLists.txt
 FORMATTED := $(shell find csrc tests/cpp -name '*.?pp')
 
 .PHONY: help
@@ -58,7 +59,7 @@ demo: build  ## move a real KV cache between processes and compare every byte
 
 .PHONY: test
 test: build $(VENV)/.test-deps  ## all tests that need no accelerator
-	$(CTEST) --preset $(PRESET)
+	$(call ctest,$(PRESET))
 	$(PY) -m pytest --junitxml=build/pytest.xml
 
 .venv-wheel/.wheel-deps: pyproject.toml
@@ -169,7 +170,7 @@ asan:  ## C++, unit and native tests under address and undefined behaviour sanit
 # without it the first C++ exception aborts inside the sanitizer's interceptor.
 .PHONY: asan-tests
 asan-tests: build $(VENV)/.test-deps
-	$(CTEST) --preset asan
+	$(call ctest,asan)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=8 \
 		$(PY) -m pytest $(wildcard tests/unit tests/native)
@@ -179,8 +180,7 @@ asan-tests: build $(VENV)/.test-deps
 .PHONY: tsan
 tsan: $(VENV)/.demo-deps  ## C++ tests under the thread sanitizer
 	$(IN_VENV) cmake --preset tsan
-	$(IN_VENV) cmake --build --preset tsan
-	$(CTEST) --preset tsan
+	$(call ctest,tsan)
 
 .PHONY: cov
 cov:  ## branch coverage; fails below 100 % on geometry, topology, plan and csrc/kv
@@ -189,7 +189,7 @@ cov:  ## branch coverage; fails below 100 % on geometry, topology, plan and csrc
 .PHONY: cov-report
 cov-report: build $(VENV)/.cov-deps
 	find build/coverage -name '*.gcda' -delete
-	$(CTEST) --preset coverage
+	$(call ctest,coverage)
 	$(PY) -m coverage run -m pytest
 	$(PY) -m coverage report
 	$(VENV)/bin/gcovr build/coverage --filter csrc/ --txt-metric branch \

@@ -9,6 +9,7 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
+from pynixlkv._closeable import Closeable
 from pynixlkv.errors import (
     ClosedError,
     PeerLostError,
@@ -240,7 +241,7 @@ _FAILURES: dict[TransferState, type[TransferError]] = {
 }
 
 
-class Transfer:
+class Transfer(Closeable):
     """A transfer under way, or ended; made by `Agent.read` and `Agent.write`.
 
     It ends in exactly one state, which never changes. After a state other than DONE, bytes may
@@ -413,17 +414,6 @@ class Transfer:
     def __await__(self) -> Generator[None, None, TransferResult]:
         yield from self._agent._completions.wait(self._native).__await__()
         return self.result
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         quiet = "" if self.is_quiet or not self.state.is_end else ", not quiet"

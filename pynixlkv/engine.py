@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from pynixlkv import _native, wire
+from pynixlkv._closeable import Closeable
 from pynixlkv.agent import (
     CLOSE_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
@@ -40,10 +41,8 @@ from pynixlkv.types import AgentName, MemorySpan, MemoryType, Operation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from types import TracebackType
 
     import numpy.typing as npt
-    from typing_extensions import Self
 
     from pynixlkv.agent import BlockTable, Positions, Registerable
     from pynixlkv.plan import TransferPlan
@@ -101,7 +100,7 @@ def _wake(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-class EngineAgent:
+class EngineAgent(Closeable):
     """An agent over a native transfer engine. Safe from several threads.
 
     Parameters
@@ -612,17 +611,6 @@ class EngineAgent:
     def is_closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if getattr(self, "_native", None) is None or os.getpid() != self._pid:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 
+from pynixlkv._closeable import Closeable
 from pynixlkv.errors import (
     ClosedError,
     ConfigError,
@@ -38,9 +39,7 @@ from pynixlkv.handshake.security import Keys, find_keys, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import TracebackType
 
-    from typing_extensions import Self
 
 __all__ = ["Handshake"]
 
@@ -49,7 +48,7 @@ _MAX_FRAMES = 3  # routing id, empty delimiter, message
 _log = logging.getLogger("pynixlkv.handshake")
 
 
-class Handshake:
+class Handshake(Closeable):
     """Serves the hello bytes of one engine's ranks until it is closed; a context manager.
 
     Parameters
@@ -175,17 +174,6 @@ class Handshake:
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise HandshakeTimeout(f"{self!r} has not stopped within {timeout} s")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         listener = self._listener

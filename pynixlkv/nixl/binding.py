@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 
 from pynixlkv import _native
+from pynixlkv._closeable import Closeable
 from pynixlkv._loader import load_nixl
 from pynixlkv.errors import ClosedError, ConfigError
 from pynixlkv.types import AgentName, MemorySpan, MemoryType, Operation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from types import TracebackType
 
     from numpy.typing import ArrayLike, NDArray
-    from typing_extensions import Self
 
     Rows = NDArray[np.uint64]
     Indices = NDArray[np.int32]
@@ -300,7 +299,7 @@ class Backend:
         return f"<Backend {self.type or '(unnamed)'} of agent {self._agent_name!r}>"
 
 
-class _Owner:
+class _Owner(Closeable):
     """What registrations, prepared lists and requests have in common: an agent and one release."""
 
     _agent: Agent
@@ -318,17 +317,6 @@ class _Owner:
     def close(self) -> None:
         """Release it; a second call does nothing."""
         raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         # Without an agent the object was never finished; at exit there is nobody to warn.
@@ -493,7 +481,7 @@ class Request(_Owner):
         )
 
 
-class Agent:
+class Agent(Closeable):
     """A NIXL agent.
 
     Parameters
@@ -600,17 +588,6 @@ class Agent:
                 )
                 return False
         return self._native.close(0.0)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         native = getattr(self, "_native", None)

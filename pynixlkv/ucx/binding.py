@@ -16,6 +16,7 @@ import zlib
 from typing import TYPE_CHECKING, Literal
 
 from pynixlkv import _loader, _native
+from pynixlkv._closeable import Closeable
 from pynixlkv.errors import (
     ClosedError,
     ConfigError,
@@ -29,7 +30,6 @@ from pynixlkv.types import MemoryType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
-    from types import TracebackType
 
     from typing_extensions import Self
 
@@ -174,7 +174,7 @@ class Context:
         return MemoryHandle(_native.UcxMemory.allocate(self._native, nbytes), MemoryType.DRAM)
 
 
-class MemoryHandle:
+class MemoryHandle(Closeable):
     """Mapped memory; made by `Context.map` and `Context.allocate`.
 
     Parameters
@@ -253,17 +253,6 @@ class MemoryHandle:
     def close(self) -> None:
         """Unmap once no request and no view uses it any more. Idempotent."""
         self._memory = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         if self._memory is None:
@@ -446,7 +435,7 @@ class Worker:
         return taken
 
 
-class Endpoint:
+class Endpoint(Closeable):
     """A connection to a peer's worker. Closes when it is dropped.
 
     Parameters
@@ -580,19 +569,8 @@ class Endpoint:
         self._worker._awaited.settle()
         return complete
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class Listener:
+class Listener(Closeable):
     """Waits for peers that connect by socket address, with `Endpoint.connect`.
 
     Parameters
@@ -659,17 +637,6 @@ class Listener:
     def close(self) -> None:
         """Reject who waits, and listen no more; what was accepted stays. Idempotent."""
         self._native.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class RemoteKey:
