@@ -31,7 +31,7 @@ ROWS = (
     ("3.13", "numpy", f"{NIXL}==1.3.2", f"{UCX}==1.18.*"),
     ("3.13", "numpy", NIXL, UCX),
 )
-SUITES = {
+SUITES: dict[str, tuple[str, ...]] = {
     "NixlAgent": ("tests/native/test_conformance_nixl.py::TestNixlByDefault",),
     "UcxAgent": (
         "tests/native/test_conformance_ucx.py::TestUcxByDefault",
@@ -118,7 +118,9 @@ def versions(interpreter: Path) -> list[str]:
 def run_suite(interpreter: Path, suite: tuple[str, ...], report: Path) -> Result:
     """Run the tests of one engine and count."""
     output = run(
-        *(interpreter.with_name("pytest"), *suite, f"--junitxml={report}", "-q"),
+        interpreter.with_name("pytest"),
+        *suite,
+        *(f"--junitxml={report}", "-q"),
         *("-o", "addopts=--benchmark-disable --import-mode=importlib"),
         check=False,
     )

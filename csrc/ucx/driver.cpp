@@ -212,6 +212,7 @@ class UcxOperation final : public transfer::Operation {
             // NOLINTNEXTLINE(performance-no-int-to-ptr)
             auto* local = reinterpret_cast<char*>(part.local);
             if (may_copy_ && part.region->direct != nullptr) {
+                __builtin_prefetch(&part + 1);  // the copy drives it out of the caches
                 char* remote = part.region->direct + (part.remote - part.region->row.address);
                 if (op_ == Op::kRead) {
                     std::memcpy(local, remote, part.length);

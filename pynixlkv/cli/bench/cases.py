@@ -19,13 +19,15 @@ Operation = Literal["get", "put"]
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _TOTAL_BYTES = 64 * _MIB
-_MOST_PIECES, _FEWEST_PIECES = 1024, 4
+# Of one piece again and again: long enough that beginning and end do not count.
+_REPEATED_BYTES = 256 * _MIB
+_MOST_PIECES, _FEWEST_PIECES = 16384, 4
 # On a busy machine each of these can wait for the other process to get its turn.
 _MOST_LATENCY_PIECES = 128
 
 
 class Series(str, Enum):
-    """What moves the bytes; the first two are limits that the others are compared with.
+    """What moves the bytes; the first three are limits that the others are compared with.
 
     ucx_perftest uses memory that UCX has allocated. Where that is not shared memory nobody has ever
     written it, and for that Linux has one page of zeros that stays in the cache. Both kinds are
@@ -33,6 +35,7 @@ class Series(str, Enum):
     """
 
     memcpy = "memcpy"
+    memcpy_mapped = "memcpy, same blocks"
     perftest = "ucx_perftest"
     binding = "pynixlkv.ucx"
     binding_unwritten = "pynixlkv.ucx, unwritten"
@@ -90,11 +93,18 @@ class Transport:
         unwritten = Series.binding_unwritten
         return tuple(s for s in self.repeated if operation == "get" or s is not unwritten)
 
+    def scattered_series(self, operation: Operation) -> tuple[Series, ...]:
+        """Return what is compared for blocks; only reads are repeated on the same blocks."""
+        mapped = Series.memcpy_mapped
+        return tuple(s for s in self.scattered if operation == "get" or s is not mapped)
+
 
 _REPEATED = (Series.perftest, Series.binding_unwritten, Series.binding)
 _SCATTERED = (Series.memcpy, Series.binding, Series.ucx, Series.nixl, Series.nixl_python)
 _REPEATED_SHARED = (Series.perftest, Series.binding_allocated, Series.binding)
-_SCATTERED_SHARED = (Series.memcpy, Series.ucx_allocated, Series.binding, Series.ucx)
+_SCATTERED_SHARED = (
+    Series.memcpy_mapped, Series.memcpy, Series.ucx_allocated, Series.binding, Series.ucx
+)  # fmt: skip
 
 TRANSPORTS = {
     "tcp": Transport("tcp", _REPEATED, _SCATTERED),
@@ -204,27 +214,24 @@ def make_cases(
         transport = TRANSPORTS[name]
         if transport.absent:
             raise ConfigError(f"transport {name} cannot be measured: {transport.absent}")
-        scattered = tuple(s for s in transport.scattered if s in series)
         if Series.perftest in series:
             for operation, size, window in (
                 _repeated_points(quick=quick) if transport.repeated else []
             ):
                 compared = tuple(s for s in transport.repeated_series(operation) if s in series)
-                count = min(_count(size), _MOST_LATENCY_PIECES if window == 1 else _MOST_PIECES)
+                most = _MOST_LATENCY_PIECES if window == 1 else _MOST_PIECES
+                count = max(_FEWEST_PIECES, min(most, _REPEATED_BYTES // size))
                 cases.append(
                     Case(name, operation, "repeated", size, count, window, compared, fault=fault)
                 )
         for operation, size in _scattered_points(quick=quick):
+            scattered = tuple(s for s in transport.scattered_series(operation) if s in series)
             if len(scattered) > 1:
                 count = max(1, _TOTAL_BYTES // size)
                 cases.append(
                     Case(name, operation, "scattered", size, count, 64, scattered, fault=fault)
                 )
     return cases
-
-
-def _count(size: int) -> int:
-    return max(_FEWEST_PIECES, min(_MOST_PIECES, _TOTAL_BYTES // size))
 
 
 def _repeated_points(*, quick: bool) -> list[tuple[Operation, int, int]]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import ctypes
 import mmap
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from pynixlkv.cli.messages import RunError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
 
-__all__ = ["Memory", "contents", "small_pages"]
+__all__ = ["Memory", "address_of", "contents", "mapping_of", "small_pages"]
 
 _TORCH = "torch:"
 _CLEAR = 0xA5
@@ -53,6 +56,56 @@ def contents(nbytes: int, seed: int) -> npt.NDArray[np.uint8]:
         The bytes.
     """
     return np.frombuffer(np.random.default_rng(seed).bytes(nbytes), dtype=np.uint8)
+
+
+def mapping_of(address: int) -> tuple[str, int]:
+    """Return which shared memory an address of this process is in.
+
+    Parameters
+    ----------
+    address : int
+        Any mapped address.
+
+    Returns
+    -------
+    identity : str
+        Device and inode, the same in every process that maps it.
+    offset : int
+        Of the address, in bytes.
+    """
+    for begin, end, offset, identity in _mappings():
+        if begin <= address < end:
+            return identity, address - begin + offset
+    raise RunError(f"nothing is mapped at 0x{address:x}")
+
+
+def address_of(identity: str, offset: int) -> int:
+    """Return where this process has some shared memory; as `mapping_of`, the other way round.
+
+    Parameters
+    ----------
+    identity : str
+        Device and inode.
+    offset : int
+        In bytes.
+
+    Returns
+    -------
+    int
+        The address.
+    """
+    for begin, end, first, found in _mappings():
+        if found == identity and first <= offset < first + end - begin:
+            return begin + offset - first
+    raise RunError(f"the shared memory {identity} is not mapped here")
+
+
+def _mappings() -> Iterator[tuple[int, int, int, str]]:
+    """Yield begin, end, offset and identity of each mapping of this process."""
+    for line in Path("/proc/self/maps").read_text(encoding="ascii", errors="replace").splitlines():
+        addresses, _, offset, device, inode = line.split()[:5]
+        begin, _, end = addresses.partition("-")
+        yield int(begin, 16), int(end, 16), int(offset, 16), f"{device}:{inode}"
 
 
 class Memory:

@@ -26,11 +26,15 @@ __all__ = [
 
 
 class SideSpec(msgspec.Struct, frozen=True, tag=True):
-    """All that a process needs to know at its start."""
+    """All that a process needs to know at its start.
+
+    It stays on one processor if one is named.
+    """
 
     name: str
     transport: str
     timeout_s: float
+    processor: int | None = None
 
     @property
     def environment(self) -> dict[str, str]:

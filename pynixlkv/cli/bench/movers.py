@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import time
@@ -12,7 +13,7 @@ import msgspec
 import numpy as np
 
 from pynixlkv.cli.bench.cases import TRANSPORTS, Case, Series
-from pynixlkv.cli.bench.memory import Memory, contents
+from pynixlkv.cli.bench.memory import Memory, address_of, contents, mapping_of
 from pynixlkv.cli.messages import RunError
 from pynixlkv.errors import ConfigError
 
@@ -39,6 +40,8 @@ class _Offer(msgspec.Struct):
 
     address: int
     parts: list[bytes]
+    mapping: tuple[str, int] | None = None
+    """Where it is in shared memory, if it is."""
 
 
 def _order(case: Case) -> npt.NDArray[np.int64]:
@@ -215,10 +218,13 @@ class _AgentSide:
 
 class _AgentTarget(_AgentSide):
     def __init__(self, series: Series, case: Case) -> None:
+        self._series = series
         super().__init__(series, case, "target", case.target_device)
 
     def offer(self) -> bytes:
-        return msgspec.msgpack.encode(_Offer(self.memory.address, [self._agent.hello()]))
+        address = self.memory.address
+        mapping = mapping_of(address) if self._series is Series.ucx_allocated else None
+        return msgspec.msgpack.encode(_Offer(address, [self._agent.hello()], mapping))
 
     def progress(self) -> bool:
         return False  # an agent has a thread for that
@@ -232,6 +238,7 @@ class _AgentInitiator(_AgentSide):
         self._remote = _rows(case, 1, offer.address)
         agent = self._agent
         self._move = agent.read_descriptors if case.operation == "get" else agent.write_descriptors
+        self.mapping = offer.mapping
 
     def run(self) -> float:
         started = time.perf_counter()
@@ -322,15 +329,11 @@ class _NixlPythonInitiator(_NixlPythonSide):
 
 
 class _Memcpy:
-    """The same pieces inside one process."""
+    """The pieces of some memory of this process, to other memory."""
 
-    def __init__(self, case: Case) -> None:
-        # Inside the GPU where one is involved.
-        device = max(case.initiator_device, case.target_device, key=lambda name: name != "cpu")
-        self.memory = Memory(case.memory_bytes, device)
-        source = Memory(case.memory_bytes, device)
-        source.put(_content(case, _TARGET_SEED))
-        self._copy = self.memory.make_copier(source, _order(case), case.piece_bytes)
+    def __init__(self, case: Case, memory: Memory, source: Memory) -> None:
+        self.memory = memory
+        self._copy = memory.make_copier(source, _order(case), case.piece_bytes)
 
     def run(self) -> float:
         started = time.perf_counter()
@@ -339,6 +342,23 @@ class _Memcpy:
 
     def close(self) -> None:
         pass
+
+
+def _copy_own(case: Case) -> _Memcpy:
+    """Return a copy of the same pieces inside of this process, or of the GPU where there is one."""
+    device = max(case.initiator_device, case.target_device, key=lambda name: name != "cpu")
+    source = Memory(case.memory_bytes, device)
+    source.put(_content(case, _TARGET_SEED))
+    return _Memcpy(case, Memory(case.memory_bytes, device), source)
+
+
+def _copy_mapped(case: Case, agent: Initiator) -> _Memcpy:
+    """Return a copy from and to the very places that `Series.ucx_allocated` reads and writes."""
+    assert isinstance(agent, _AgentInitiator)
+    assert agent.mapping is not None
+    there = (ctypes.c_uint8 * case.memory_bytes).from_address(address_of(*agent.mapping))
+    source = Memory(case.memory_bytes, array=np.ctypeslib.as_array(there))
+    return _Memcpy(case, agent.memory, source)
 
 
 _BINDING = (Series.binding, Series.binding_unwritten, Series.binding_allocated)
@@ -409,13 +429,20 @@ class InitiatorHalf:
         What is moved.
     offer : bytes
         What the target's half has offered; empty for those that have none.
+    agent : InitiatorHalf, optional
+        That of `Series.ucx_allocated`, whose memory `Series.memcpy_mapped` copies.
     """
 
-    def __init__(self, series: Series, case: Case, offer: bytes) -> None:
+    def __init__(
+        self, series: Series, case: Case, offer: bytes, agent: InitiatorHalf | None = None
+    ) -> None:
         self._is_read = _is_read(series, case)
         self._mover: Initiator
         if series is Series.memcpy:
-            self._mover = _Memcpy(case)
+            self._mover = _copy_own(case)
+        elif series is Series.memcpy_mapped:
+            assert agent is not None
+            self._mover = _copy_mapped(case, agent._mover)
         else:
             self._mover = _INITIATORS[series](case, msgspec.msgpack.decode(offer, type=_Offer))
         self._expected = _content(case, _INITIATOR_SEED)

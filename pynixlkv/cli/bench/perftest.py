@@ -65,13 +65,15 @@ class Perftest:
         found = shutil.which("ucx_perftest")
         return cls(Path(found), {}) if found else None
 
-    def run(self, case: Case) -> float:
+    def run(self, case: Case, processors: tuple[int, int] | None = None) -> float:
         """Measure a case in two processes of its own.
 
         Parameters
         ----------
         case : Case
             With the pattern ``"repeated"``, the only one that it has.
+        processors : tuple of (int, int), optional
+            Where the target and the initiator stay; by default wherever the system puts them.
 
         Returns
         -------
@@ -92,10 +94,11 @@ class Perftest:
         environment = {**os.environ, **transport.environment, **self._environment}
         with ExitStack() as stack:
 
-            def start(*arguments: str) -> subprocess.Popen[str]:
+            def start(side: int, *arguments: str) -> subprocess.Popen[str]:
+                stay = () if processors is None else ("-c", str(processors[side]))
                 output = stack.enter_context(tempfile.TemporaryFile("w+"))
                 process = subprocess.Popen(
-                    [str(self.program), *arguments],
+                    [str(self.program), *stay, *arguments],
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -112,13 +115,14 @@ class Perftest:
             if transport.one_process:
                 where: tuple[str, ...] = ("-l",)
             else:
-                server = start("-p", "0")  # a port that the system gives it
+                server = start(0, "-p", "0")  # a port that the system gives it
                 while (port := _listening_port(server.pid)) is None:
                     if server.poll() is not None or time.monotonic() > deadline:
                         raise RunError(f"ucx_perftest does not listen: {_output(server)}")
                     time.sleep(_LOOK_S)
                 where = ("-p", str(port), "127.0.0.1")
             client = start(
+                1,
                 *where,
                 *("-t", _TESTS[case.operation], "-s", str(case.piece_bytes)),
                 *("-n", str(case.count), "-w", str(max(1, case.count // 10))),

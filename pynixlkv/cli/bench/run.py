@@ -44,7 +44,7 @@ __all__ = ["BenchOptions", "BenchReport", "CaseReport", "SeriesReport", "run_ben
 
 _ROUNDS, _QUICK_ROUNDS = 7, 3
 _TARGET, _INITIATOR = "target", "initiator"
-_OURS_ON_UCX = ("pynixlkv.ucx", "UcxAgent")
+_ON_UCX = ("pynixlkv.ucx", "UcxAgent", Series.memcpy_mapped.value)
 # Reported where they are installed.
 _DISTRIBUTIONS = ("nixl-cu12", "nixl-cu13", "libucx-cu12", "libucx-cu13", "torch")
 
@@ -136,6 +136,8 @@ class BenchReport:
         The machine and the libraries.
     load_average : list of float
         That of the last minute, before and after.
+    processors : list of int
+        Where the target and the initiator stayed; empty if there was no choice.
     rounds : int
         Turns that everything compared had in each case.
     absent : dict of str to str
@@ -147,6 +149,7 @@ class BenchReport:
     machine: dict[str, Any]
     versions: dict[str, str]
     load_average: list[float]
+    processors: list[int]
     rounds: int
     absent: dict[str, str]
     cases: list[CaseReport] = field(default_factory=list)
@@ -236,10 +239,12 @@ def run_cases(
         The results.
     """
     before = os.getloadavg()[0]
+    processors = choose_processors()
+    where = dict(zip((_TARGET, _INITIATOR), processors or (), strict=False))
     reports: list[CaseReport] = []
     for transport, group in groupby(cases, key=lambda case: case.transport):
         names = dict.fromkeys((_target_of(transport), _INITIATOR))
-        specs = [SideSpec(name, transport, timeout_s) for name in names]
+        specs = [SideSpec(name, transport, timeout_s, where.get(name)) for name in names]
         with (
             small_pages(),
             ProcessGroup(
@@ -248,7 +253,7 @@ def run_cases(
         ):
             for case in group:
                 on_progress(case.describe(), len(reports), len(cases))
-                reports.append(_Measurement(sides, case, rounds).report())
+                reports.append(_Measurement(sides, case, rounds, processors).report())
             sides.ask("finish", dict.fromkeys(names, Finish()), Done)
             sides.join()
     on_progress("done", len(cases), len(cases))
@@ -256,10 +261,33 @@ def run_cases(
         machine=_machine(),
         versions=_versions(),
         load_average=[before, os.getloadavg()[0]],
+        processors=list(processors or ()),
         rounds=rounds,
         absent=absent or {},
         cases=reports,
     )
+
+
+def choose_processors() -> tuple[int, int] | None:
+    """Return a processor each for the target and the initiator, not threads of one core.
+
+    On the same two throughout, what is compared does not depend on who got the better one.
+
+    Returns
+    -------
+    tuple of (int, int) or None
+        Numbers of processors; None if this process may use only one.
+    """
+    first, *others = sorted(os.sched_getaffinity(0))
+    if not others:
+        return None
+    topology = Path(f"/sys/devices/system/cpu/cpu{first}/topology/core_cpus_list")
+    siblings: set[int] = set()
+    if topology.exists():
+        for part in topology.read_text().strip().split(","):
+            begin, _, end = part.partition("-")
+            siblings |= set(range(int(begin), int(end or begin) + 1))
+    return first, next((other for other in others if other not in siblings), others[0])
 
 
 def _target_of(transport: str) -> str:
@@ -270,8 +298,11 @@ def _target_of(transport: str) -> str:
 class _Measurement:
     """One case between two sides."""
 
-    def __init__(self, sides: ProcessGroup, case: Case, rounds: int) -> None:
+    def __init__(
+        self, sides: ProcessGroup, case: Case, rounds: int, processors: tuple[int, int] | None
+    ) -> None:
         self._sides = sides
+        self._processors = processors
         self._case = case
         self._target = _target_of(case.transport)
         self._perftest = Perftest.find() if Series.perftest in case.series else None
@@ -315,7 +346,7 @@ class _Measurement:
     def _run_perftest(self) -> float | None:
         assert self._perftest is not None
         try:
-            return self._perftest.run(self._case)
+            return self._perftest.run(self._case, self._processors)
         except RunError as error:
             self._errors[Series.perftest].append(str(error))
             return None
@@ -367,7 +398,7 @@ def _absent_series(*, quick: bool) -> dict[str, str]:
     try:
         _loader.find_ucx()
     except LibraryNotFoundError as error:
-        absent |= {s.value: str(error) for s in Series if s.value.startswith(_OURS_ON_UCX)}
+        absent |= {s.value: str(error) for s in Series if s.value.startswith(_ON_UCX)}
     try:
         _loader.find_nixl()
     except LibraryNotFoundError as error:

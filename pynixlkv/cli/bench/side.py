@@ -7,6 +7,7 @@ is gone and so is this process. A watchdog thread that needs no GIL ends it at i
 from __future__ import annotations
 
 import faulthandler
+import os
 import sys
 import traceback
 from collections import Counter
@@ -107,10 +108,12 @@ class Side:
 
     def _open(self, command: Open) -> Done:
         self._fault = command.case.fault
-        for series in command.case.series:
+        # What copies the memory of another series comes after that.
+        for series in sorted(command.case.series, key=lambda s: s is Series.memcpy_mapped):
             if series is not Series.perftest:
                 offer = command.offers.get(series.value, b"")
-                self._initiators[series] = InitiatorHalf(series, command.case, offer)
+                agent = self._initiators.get(Series.ucx_allocated)
+                self._initiators[series] = InitiatorHalf(series, command.case, offer, agent)
         return Done()
 
     def _run(self, command: Run) -> Ran:
@@ -156,6 +159,8 @@ def main() -> None:
     spec = decode(connection.recv_bytes())
     if not isinstance(spec, SideSpec):
         raise RunError(f"expected a SideSpec first, got {spec!r}")
+    if spec.processor is not None:
+        os.sched_setaffinity(0, {spec.processor})  # inherited by the threads of the engines
     # The bench has the same deadline and ends this process itself; this is for when it cannot.
     faulthandler.dump_traceback_later(spec.timeout_s + 5, exit=True)
     _serve(connection)
