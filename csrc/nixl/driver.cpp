@@ -203,7 +203,7 @@ void NixlDriver::notify(transfer::Connection& connection, const std::string& mes
     }
 }
 
-void NixlDriver::receive(std::vector<transfer::Notification>& into) {
+bool NixlDriver::receive(std::vector<transfer::Notification>& into) {
     if (&into != &early_ && !early_.empty()) {
         into.insert(into.end(), std::make_move_iterator(early_.begin()),
                     std::make_move_iterator(early_.end()));
@@ -214,6 +214,7 @@ void NixlDriver::receive(std::vector<transfer::Notification>& into) {
             into.push_back({std::move(note.peer), std::move(note.message)});
         }
     }
+    return false;
 }
 
 }  // namespace pynixlkv::nixl

@@ -40,7 +40,7 @@ class NixlDriver final : public transfer::Driver {
                                               transfer::Prepared& prepared,
                                               const transfer::IndexPairs& indices) override;
     void notify(transfer::Connection& connection, const std::string& message) override;
-    void receive(std::vector<transfer::Notification>& into) override;
+    bool receive(std::vector<transfer::Notification>& into) override;
 
   private:
     /// Run a call that makes a request, and tell a lost connection from a refusal.

@@ -120,7 +120,9 @@ class Driver {
     /// Send a notification. Returning means queued in order after what has ended before.
     virtual void notify(Connection& connection, const std::string& message) = 0;
     /// Progress the library and append what has arrived. Called in every round of the engine.
-    virtual void receive(std::vector<Notification>& into) = 0;
+    /// @return whether the library had anything to do, as when it moves bytes for a peer; false
+    ///         where that cannot be known
+    virtual bool receive(std::vector<Notification>& into) = 0;
 
     /// A descriptor that is readable when the library has something to do; -1 if it has none, and
     /// must be asked at intervals.

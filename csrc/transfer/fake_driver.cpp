@@ -269,16 +269,17 @@ void FakeDriver::notify(Connection& connection, const std::string& message) {
     endpoint->inbox.push_back({name_, message});
 }
 
-void FakeDriver::receive(std::vector<Notification>& into) {
+bool FakeDriver::receive(std::vector<Notification>& into) {
     const std::lock_guard lock(network_->mutex_);
     auto* self = network_->find(name_, token_);
     if (self == nullptr || self->paused) {
-        return;
+        return false;
     }
     for (Notification& n : self->inbox) {
         into.push_back(std::move(n));
     }
     self->inbox.clear();
+    return false;
 }
 
 }  // namespace pynixlkv::transfer

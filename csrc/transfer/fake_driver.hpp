@@ -74,7 +74,7 @@ class FakeDriver final : public Driver {
     std::unique_ptr<Operation> make(Connection& connection, Op op, Prepared& prepared,
                                     const IndexPairs& indices) override;
     void notify(Connection& connection, const std::string& message) override;
-    void receive(std::vector<Notification>& into) override;
+    bool receive(std::vector<Notification>& into) override;
 
   private:
     const std::string name_;

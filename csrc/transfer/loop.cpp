@@ -503,8 +503,9 @@ void Loop::lose(Peer& peer, PeerState state, const std::string& reason,
 }
 
 bool Loop::receive() {
+    bool worked = false;
     try {
-        driver_->receive(arrivals_);
+        worked = driver_->receive(arrivals_);
     } catch (const std::exception& e) {
         const auto* ours = dynamic_cast<const Error*>(&e);
         {
@@ -515,7 +516,7 @@ bool Loop::receive() {
         return false;
     }
     if (arrivals_.empty()) {
-        return false;
+        return worked;
     }
     if (doorbell_.take()) {
         last_ring_ = Clock::now();

@@ -364,8 +364,10 @@ void UcxDriver::notify(transfer::Connection& connection, const std::string& mess
     static_cast<UcxConnection&>(connection).send(kNote, out.take());
 }
 
-void UcxDriver::receive(std::vector<transfer::Notification>& into) {
-    for (int i = 0; i < kMaxProgress && worker_->progress() > 0; ++i) {
+bool UcxDriver::receive(std::vector<transfer::Notification>& into) {
+    int rounds = 0;
+    while (rounds < kMaxProgress && worker_->progress() > 0) {
+        ++rounds;
     }
     into.insert(into.end(), std::make_move_iterator(inbox_.begin()),
                 std::make_move_iterator(inbox_.end()));
@@ -374,6 +376,7 @@ void UcxDriver::receive(std::vector<transfer::Notification>& into) {
         const Error error = *std::exchange(receive_error_, std::nullopt);
         throw Error(error);
     }
+    return rounds > 0;
 }
 
 }  // namespace pynixlkv::ucx

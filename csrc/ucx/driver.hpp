@@ -33,7 +33,7 @@ class UcxDriver final : public transfer::Driver {
     std::unique_ptr<transfer::Operation> make(transfer::Connection& connection, transfer::Op op,
                                               const transfer::RowPairs& rows) override;
     void notify(transfer::Connection& connection, const std::string& message) override;
-    void receive(std::vector<transfer::Notification>& into) override;
+    bool receive(std::vector<transfer::Notification>& into) override;
     int event_fd() override { return worker_->event_fd(); }
     bool arm() override;
 
