@@ -11,6 +11,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from pynixlkv._closeable import Closeable
 from pynixlkv.errors import (
     ConfigError,
     HandshakeError,
@@ -35,9 +36,7 @@ from pynixlkv.handshake.security import Keys, find_keys, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-    from types import TracebackType
 
-    from typing_extensions import Self
 
 __all__ = ["RankChoice", "RemoteEngine", "fetch"]
 
@@ -165,7 +164,7 @@ def _split_address(address: str | tuple[str, int]) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(digits)
 
 
-class _Asker:
+class _Asker(Closeable):
     """A connection that asks one question after the other, until a common deadline."""
 
     def __init__(
@@ -200,15 +199,7 @@ class _Asker:
         self._poller.register(self._monitor, zmq.POLLIN)
         self._socket.connect(endpoint)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._socket.disable_monitor()
         self._context.destroy(linger=0)
 
