@@ -8,7 +8,6 @@ import importlib
 import inspect
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from ports import free_port
 from transfers import Area
 
 BLOCK = 1 << 14
@@ -428,12 +428,6 @@ def test_a_part_of_what_was_registered_together(api):
     agent.prep_xfer_dlist("", tuples(area, [0, 2]), "DRAM").release()
     with pytest.raises(api.bindings.nixlNotFoundError):
         agent.deregister_memory(middle)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_metadata_by_the_listener(api):

@@ -1,11 +1,11 @@
 """Bytes, metadata, notifications and storage through the thin binding, in one process."""
 
 import os
-import socket
 import time
 
 import numpy as np
 import pytest
+from ports import free_port
 from transfers import Area, run, take_notifications
 
 from pynixlkv.errors import (
@@ -385,12 +385,6 @@ def test_unknown_peers_are_named(make_agent):
             with pytest.raises(UnknownPeerError, match="'nobody'"):
                 use()
     assert not a.check_remote_md("nobody")
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def wait_until(condition, timeout=20.0):

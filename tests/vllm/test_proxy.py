@@ -12,7 +12,8 @@ from pathlib import Path
 
 import connectors
 import pytest
-from engines import MAX_TOKENS, START_S, environment, free_port, wait_for
+from engines import MAX_TOKENS, START_S, environment, wait_for
+from ports import free_port
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -10,13 +10,13 @@ import functools
 import os
 import random
 import signal
-import socket
 import subprocess
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from peers import Peer
+from ports import free_port
 
 VOCABULARY = 1024
 LENGTHS = (5, 40, 300)
@@ -208,13 +208,6 @@ def read_metrics(llm):
 
 
 # ---- in the test
-
-
-def free_port():
-    """A port that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def environment(connector=None):
