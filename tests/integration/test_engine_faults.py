@@ -91,6 +91,13 @@ def test_a_peer_killed_at_random_moments_never_gives_wrong_bytes(remote, make):
     assert lost == 8
 
 
+@pytest.mark.parametrize(
+    "make",
+    # Over TCP, UCX may end the process that is read, and NixlAgent cannot keep it from that; see
+    # "An owner's life over TCP" in docs/concepts/libraries.md.
+    [engine for name, engine in ENGINES.items() if name != "nixl, tcp"],
+    ids=[name for name in ENGINES if name != "nixl, tcp"],
+)
 def test_a_killed_reader_does_not_harm_the_one_that_is_read(remote, make):
     theirs = remote.register_more(SIZE, 22)
     for _ in range(3):

@@ -494,11 +494,11 @@ def test_the_raw_agent(api):
     config.useProgThread = True
     raw = b.nixlAgent("raw", config)
     ucx = raw.createBackend("UCX", {})
-    addresses = [api.utils.malloc_passthru(256) for _ in range(2)]
-    api.utils.ba_buf(addresses[0], 256)
+    addresses = [api.utils.malloc_passthru(4096) for _ in range(2)]
+    api.utils.ba_buf(addresses[0], 4096)
     registered = b.nixlRegDList(b.DRAM_SEG)
     for address in addresses:
-        registered.addDesc((address, 256, 0, "dead"))
+        registered.addDesc((address, 4096, 0, "dead"))
     assert raw.registerMem(registered, [ucx]) == b.NIXL_SUCCESS
     source, target = (b.nixlXferDList(b.DRAM_SEG, [(x + 8, 8, 0)]) for x in addresses)
     assert raw.checkRemoteMD("nobody", source) == b.NIXL_ERR_NOT_FOUND
