@@ -38,11 +38,7 @@ enum Feature : std::uint64_t {
 };
 
 struct ContextParams {
-    enum Mask : std::uint64_t {
-        kFeatures = 1U << 0U,
-        kRequestInit = 1U << 2U,
-        kMtWorkersShared = 1U << 5U
-    };
+    enum Mask : std::uint64_t { kFeatures = 1U << 0U, kMtWorkersShared = 1U << 5U };
     std::uint64_t mask;
     std::uint64_t features;
     std::size_t request_size;
@@ -53,9 +49,9 @@ struct ContextParams {
 };
 
 struct ContextAttr {
-    enum Mask : std::uint64_t { kRequestSize = 1U << 0U, kMemoryTypes = 1U << 2U };
+    enum Mask : std::uint64_t { kMemoryTypes = 1U << 2U };
     std::uint64_t mask;
-    std::size_t request_size;  ///< bytes in front of what a request's address points to
+    std::size_t request_size;
     int thread_mode;
     std::uint64_t memory_types;  ///< a bit for each MemoryType
     char name[32];
@@ -97,6 +93,23 @@ struct EndpointParams {
     unsigned flags;
     SocketAddress socket_address;
     ConnectionRequest connection_request;
+};
+
+struct Transport {
+    const char* name;
+    const char* device;
+};
+
+struct EndpointAttr {
+    enum Mask : std::uint64_t { kTransports = 1U << 3U };
+    std::uint64_t mask;
+    char name[32];
+    sockaddr_storage local;
+    sockaddr_storage remote;
+    Transport* transports;
+    unsigned num_transports;  ///< room for so many; then, how many there are
+    std::size_t transport_bytes;
+    void* user_data;
 };
 
 inline constexpr std::uint32_t kCloseForce = 1U << 0U;
@@ -219,6 +232,7 @@ struct AmHandler {
     X(Status, worker_signal, (Worker))                                                           \
     X(Status, worker_set_am_recv_handler, (Worker, const AmHandler*))                            \
     X(Status, ep_create, (Worker, const EndpointParams*, Endpoint* out))                         \
+    X(Status, ep_query, (Endpoint, EndpointAttr*))                                               \
     X(StatusPointer, ep_close_nbx, (Endpoint, const RequestParams*))                             \
     X(StatusPointer, ep_flush_nbx, (Endpoint, const RequestParams*))                             \
     X(Status, listener_create, (Worker, const ListenerParams*, Listener* out))                   \

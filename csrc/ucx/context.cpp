@@ -1,9 +1,7 @@
 #include "ucx/context.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
-#include <cstring>
 #include <fstream>
 #include <iterator>
 #include <limits>
@@ -49,28 +47,6 @@ std::uint64_t free_memory() {
     return free;
 }
 
-/// Bytes of UCX's own in front of a request; of several libraries in the process, the fewest.
-std::atomic<std::size_t> request_bytes{std::numeric_limits<std::size_t>::max()};
-
-void learn_request_bytes(std::size_t bytes) {
-    std::size_t known = request_bytes.load();
-    while (bytes < known && !request_bytes.compare_exchange_weak(known, bytes)) {
-    }
-}
-
-/// Clear a request that UCX has made and not used yet.
-///
-/// Where a transport cannot get, as tcp, UCX lets the owner of the bytes send them, by a request of
-/// its own (`ucp_get_req_handler` in src/ucp/rma/rma_sw.c) whose datatype it never sets. If the
-/// reader dies while that request waits for room in the socket, UCX cleans up by datatype
-/// (`ucp_request_memory_dereg` in src/ucp/core/ucp_request.c) and follows whatever pointers the
-/// memory held before: the owner crashes. Zeros mean contiguous bytes, which is what they are. All
-/// that a request holds when this is called is an id of zero, seen in the sources of 1.18 to 1.23.
-void clear_request(void* request) {
-    const std::size_t bytes = request_bytes.load();
-    std::memset(static_cast<char*>(request) - bytes, 0, bytes);
-}
-
 }  // namespace
 
 std::shared_ptr<Context> Context::create(std::shared_ptr<const Library> library,
@@ -94,10 +70,8 @@ Context::Context(std::shared_ptr<const Library> library, const ConfigMap& config
         }
     }
     capi::ContextParams params{};
-    params.mask = capi::ContextParams::kFeatures | capi::ContextParams::kMtWorkersShared |
-                  capi::ContextParams::kRequestInit;
+    params.mask = capi::ContextParams::kFeatures | capi::ContextParams::kMtWorkersShared;
     params.features = capi::kFeatureRma | capi::kFeatureAm | capi::kFeatureWakeup;
-    params.request_init = &clear_request;
     params.mt_workers_shared = 1;
     capi::Context handle = nullptr;
     library_->check(
@@ -111,11 +85,10 @@ Context::Context(std::shared_ptr<const Library> library, const ConfigMap& config
         });
     UniqueHandle<capi::Context, Cleanup> context(handle, {library_.get()});
     capi::ContextAttr attr{};
-    attr.mask = capi::ContextAttr::kMemoryTypes | capi::ContextAttr::kRequestSize;
+    attr.mask = capi::ContextAttr::kMemoryTypes;
     library_->check(library_->fn().context_query(handle, &attr), "ucp_context_query",
-                    [] { return "asking for the types of memory and the size of requests"; });
+                    [] { return "asking for the types of memory"; });
     memory_types_ = attr.memory_types;
-    learn_request_bytes(attr.request_size);  // before there is a worker, which makes requests
     handle_ = context.release();
 }
 

@@ -2,21 +2,19 @@
 
 #include <atomic>
 #include <cstring>
-#include <deque>
 #include <utility>
 
 #include "base/bytes.hpp"
+#include "ucx/connection.hpp"
 
 namespace pynixlkv::ucx {
 
 namespace {
 
-using transfer::ConnectionLost;
 using transfer::Memory;
 using transfer::Op;
 
-// One active message id for everything; the header's only byte tells what it is.
-constexpr unsigned kMessageId = 77;
+// Headers of messages; those of served.hpp are longer.
 constexpr std::string_view kNote = "N";
 /// Sent to find out whether a connection stands; kept from the receiver's application.
 constexpr std::string_view kPing = "P";
@@ -28,26 +26,6 @@ constexpr std::size_t kWindow = 1024;
 constexpr int kMaxProgress = 64;
 /// How long a question to a peer may take to leave this process.
 constexpr auto kPingDeadline = std::chrono::milliseconds(100);
-/// How long the last notifications get to leave before a connection is closed.
-constexpr auto kLeaveDeadline = std::chrono::milliseconds(100);
-
-/// A message on its way out.
-struct Message {
-    Message(const Library& library, std::string bytes)
-        : completion(library), data(std::move(bytes)) {}
-    Completion completion;
-    const std::string data;
-};
-
-[[noreturn]] void throw_failure(const Endpoint& endpoint, Status status, const char* call,
-                                const std::string& detail) {
-    const NativeError error = make_error(endpoint.failure().value_or(status), call, detail);
-    if (endpoint.failure() || is_connection_failure(status)) {
-        throw ConnectionLost(error);
-    }
-    throw NativeError(error);
-}
-
 capi::MemoryType memory_type(Memory memory) {
     switch (memory) {
         case Memory::kDram:
@@ -59,65 +37,6 @@ capi::MemoryType memory_type(Memory memory) {
                         "UCX moves host and GPU memory only; use NIXL for storage");
     }
 }
-
-class UcxConnection final : public transfer::Connection {
-  public:
-    UcxConnection(std::shared_ptr<Endpoint> end, std::shared_ptr<const RemoteRegions> keys,
-                  std::string peer)
-        : name(std::move(peer)), endpoint(std::move(end)), regions(std::move(keys)) {}
-    UcxConnection(const UcxConnection&) = delete;
-    UcxConnection& operator=(const UcxConnection&) = delete;
-    ~UcxConnection() override {
-        progress_until(kLeaveDeadline, [this] { return is_quiet(); });
-        regions.reset();
-        endpoint->close();
-        if (!is_quiet()) {
-            // UCX still has hold of the bytes; better lost than freed under it.
-            [[maybe_unused]] auto* kept =
-                new std::deque<std::unique_ptr<Message>>(std::move(messages_));
-        }
-    }
-
-    void send(std::string_view header, std::string data) {
-        while (!messages_.empty() && messages_.front()->completion.is_quiet()) {
-            messages_.pop_front();
-        }
-        auto& message = *messages_.emplace_back(
-            std::make_unique<Message>(endpoint->worker()->library(), std::move(data)));
-        endpoint->send(message.completion, kMessageId, header, message.data);
-        if (const Status status = message.completion.status(); status != Status::kOk) {
-            throw_failure(*endpoint, status, "ucp_am_send_nbx",
-                          text("a message to peer '", name, "'"));
-        }
-    }
-
-    /// Let UCX work until a condition holds, the connection breaks, or time is up.
-    template <class Condition>
-    void progress_until(std::chrono::milliseconds longest, Condition condition) {
-        const auto deadline = std::chrono::steady_clock::now() + longest;
-        while (!condition() && !endpoint->failure() &&
-               std::chrono::steady_clock::now() < deadline) {
-            endpoint->worker()->progress();
-        }
-    }
-
-    [[nodiscard]] bool is_quiet() const {
-        for (const auto& message : messages_) {
-            if (!message->completion.is_quiet()) {
-                return false;
-            }
-        }
-        return true;
-    }
-
-    const std::string name;
-    const std::shared_ptr<Endpoint> endpoint;
-    /// Replaced by a refresh; operations under way hold on to the one that they were made with.
-    std::shared_ptr<const RemoteRegions> regions;
-
-  private:
-    std::deque<std::unique_ptr<Message>> messages_;
-};
 
 class UcxRegistered final : public transfer::Registered {
   public:
@@ -264,7 +183,8 @@ UcxDriver::UcxDriver(std::shared_ptr<Context> context, std::string name, capi::E
       name_(std::move(name)),
       errors_(errors),
       regions_(std::make_shared<LocalRegions>()),
-      worker_(Worker::create(context_)) {
+      worker_(Worker::create(context_)),
+      server_(worker_, errors_, regions_) {
     worker_->on_message(kMessageId, [this](std::string_view header, std::string_view data) {
         on_message(header, data);
     });
@@ -277,6 +197,12 @@ void UcxDriver::on_message(std::string_view header, std::string_view data) {
             ByteReader in(data, "a notification");
             const std::string_view peer = in.get_bytes();
             inbox_.push_back({std::string(peer), std::string(in.rest())});
+        } else if (const auto served = read_header(header)) {
+            if (served->kind == ServedKind::kData || served->kind == ServedKind::kEnd) {
+                served_->on_message(*served, data);
+            } else {
+                server_.on_message(*served, data);
+            }
         } else if (header != kPing) {
             throw Error("WireError", text("an unknown active message of ", data.size(), " bytes"));
         }
@@ -353,8 +279,12 @@ bool UcxDriver::is_alive(transfer::Connection& connection) {
 std::unique_ptr<transfer::Operation> UcxDriver::make(transfer::Connection& connection,
                                                      transfer::Op op,
                                                      const transfer::RowPairs& rows) {
-    return std::make_unique<UcxOperation>(static_cast<const UcxConnection&>(connection), *regions_,
-                                          op, rows);
+    auto& peer = static_cast<UcxConnection&>(connection);
+    if (peer.number != 0 && rows.local_memory == Memory::kDram &&
+        rows.remote_memory == Memory::kDram) {
+        return std::make_unique<ServedOperation>(served_, peer, *regions_, op, rows);
+    }
+    return std::make_unique<UcxOperation>(peer, *regions_, op, rows);
 }
 
 void UcxDriver::notify(transfer::Connection& connection, const std::string& message) {
@@ -372,11 +302,12 @@ bool UcxDriver::receive(std::vector<transfer::Notification>& into) {
     into.insert(into.end(), std::make_move_iterator(inbox_.begin()),
                 std::make_move_iterator(inbox_.end()));
     inbox_.clear();
+    const bool served = server_.serve();
     if (receive_error_) {
         const Error error = *std::exchange(receive_error_, std::nullopt);
         throw Error(error);
     }
-    return rounds > 0;
+    return rounds > 0 || served;
 }
 
 }  // namespace pynixlkv::ucx

@@ -10,17 +10,21 @@
 #include "transfer/driver.hpp"
 #include "ucx/endpoint.hpp"
 #include "ucx/regions.hpp"
+#include "ucx/served.hpp"
 
 namespace pynixlkv::ucx {
 
 /// Drives one worker. Memory that UCX allocated is copied by the processor that asks, through a
 /// mapping of it, where the peer is on the same host; everything else goes through UCX's one-sided
-/// operations.
+/// operations; and where no transport has any, host memory is served by messages.
 class UcxDriver final : public transfer::Driver {
   public:
     /// @param errors whether UCX looks after connections; both sides need the same
     UcxDriver(std::shared_ptr<Context> context, std::string name,
               capi::ErrorMode errors = capi::kErrorPeer);
+    UcxDriver(const UcxDriver&) = delete;
+    UcxDriver& operator=(const UcxDriver&) = delete;
+    ~UcxDriver() override { server_.close(); }
 
     std::unique_ptr<transfer::Registered> register_memory(
         std::span<const transfer::Span> spans) override;
@@ -44,10 +48,12 @@ class UcxDriver final : public transfer::Driver {
     const std::string name_;
     const capi::ErrorMode errors_;
     const std::shared_ptr<LocalRegions> regions_;
+    const std::shared_ptr<ServedOperations> served_ = std::make_shared<ServedOperations>();
     std::vector<transfer::Notification> inbox_;
     std::optional<Error> receive_error_;
     // Last, so that it goes before what its callbacks write to.
     const std::shared_ptr<Worker> worker_;
+    Server server_;
 };
 
 }  // namespace pynixlkv::ucx

@@ -1,5 +1,8 @@
 #include "ucx/endpoint.hpp"
 
+#include <algorithm>
+#include <array>
+#include <string_view>
 #include <utility>
 
 #include "base/error.hpp"
@@ -17,6 +20,10 @@ constexpr std::size_t kPadding = 4096;
 constexpr auto kCloseDeadline = std::chrono::seconds(5);
 // The same of a close that needs the peer.
 constexpr auto kAskedCloseDeadline = std::chrono::milliseconds(100);
+
+/// Transports that only send messages (`ucx_info -d` shows what each can).
+constexpr std::array<std::string_view, 3> kTwoSided{"tcp", "ud_verbs", "ud_mlx5"};
+constexpr std::size_t kMaxTransports = 64;  // UCP_MAX_LANES in src/ucp/core/ucp_types.h
 
 std::string padded(std::string_view bytes) {
     std::string copy(bytes);
@@ -84,6 +91,22 @@ Endpoint::~Endpoint() {
 
 void Endpoint::on_error(void* argument, capi::Endpoint /*handle*/, Status status) noexcept {
     static_cast<Endpoint*>(argument)->failure_ = status;
+}
+
+bool Endpoint::is_one_sided() const {
+    std::array<capi::Transport, kMaxTransports> transports{};
+    capi::EndpointAttr attr{};
+    attr.mask = capi::EndpointAttr::kTransports;
+    attr.transports = transports.data();
+    attr.num_transports = transports.size();
+    attr.transport_bytes = sizeof(capi::Transport);
+    worker_->library().check(fn().ep_query(usable(), &attr), "ucp_ep_query",
+                             [] { return "asking for the transports of a connection"; });
+    return std::any_of(transports.begin(), transports.begin() + attr.num_transports,
+                       [](const capi::Transport& transport) {
+                           return std::find(kTwoSided.begin(), kTwoSided.end(), transport.name) ==
+                                  kTwoSided.end();
+                       });
 }
 
 capi::Endpoint Endpoint::usable() const {

@@ -49,6 +49,9 @@ class Endpoint : public std::enable_shared_from_this<Endpoint>, LiveCounted<Endp
     /// What the connection died of, if it did.
     [[nodiscard]] std::optional<Status> failure() const noexcept { return failure_; }
     [[nodiscard]] bool is_closed() const noexcept { return handle_ == nullptr; }
+    /// Whether any of its transports gets and puts without the peer's processor; otherwise UCX
+    /// emulates that in the peer's process.
+    [[nodiscard]] bool is_one_sided() const;
 
     void get(Completion& completion, void* local, std::size_t length, capi::Memory memory,
              std::uint64_t remote, const RemoteKey& key);

@@ -24,10 +24,8 @@ static_assert(UCS_ERR_CONNECTION_RESET < 0);
 
 SAME_FIELD(capi::ContextParams, mask, ucp_params_t, field_mask);
 SAME_FIELD(capi::ContextParams, features, ucp_params_t, features);
-SAME_FIELD(capi::ContextParams, request_init, ucp_params_t, request_init);
 SAME_FIELD(capi::ContextParams, mt_workers_shared, ucp_params_t, mt_workers_shared);
 SAME_VALUE(capi::ContextParams::kFeatures, UCP_PARAM_FIELD_FEATURES);
-SAME_VALUE(capi::ContextParams::kRequestInit, UCP_PARAM_FIELD_REQUEST_INIT);
 SAME_VALUE(capi::ContextParams::kMtWorkersShared, UCP_PARAM_FIELD_MT_WORKERS_SHARED);
 SAME_VALUE(capi::kFeatureRma, UCP_FEATURE_RMA);
 SAME_VALUE(capi::kFeatureWakeup, UCP_FEATURE_WAKEUP);
@@ -35,9 +33,7 @@ SAME_VALUE(capi::kFeatureAm, UCP_FEATURE_AM);
 
 static_assert(sizeof(capi::ContextAttr) >= sizeof(ucp_context_attr_t));
 SAME_FIELD(capi::ContextAttr, mask, ucp_context_attr_t, field_mask);
-SAME_FIELD(capi::ContextAttr, request_size, ucp_context_attr_t, request_size);
 SAME_FIELD(capi::ContextAttr, memory_types, ucp_context_attr_t, memory_types);
-SAME_VALUE(capi::ContextAttr::kRequestSize, UCP_ATTR_FIELD_REQUEST_SIZE);
 SAME_VALUE(capi::ContextAttr::kMemoryTypes, UCP_ATTR_FIELD_MEMORY_TYPES);
 
 SAME_FIELD(capi::WorkerParams, mask, ucp_worker_params_t, field_mask);
@@ -55,6 +51,15 @@ SAME_VALUE(capi::EndpointParams::kErrorMode, UCP_EP_PARAM_FIELD_ERR_HANDLING_MOD
 SAME_VALUE(capi::EndpointParams::kErrorHandler, UCP_EP_PARAM_FIELD_ERR_HANDLER);
 SAME_VALUE(capi::kErrorPeer, UCP_ERR_HANDLING_MODE_PEER);
 SAME_VALUE(capi::kCloseForce, UCP_EP_CLOSE_FLAG_FORCE);
+
+static_assert(sizeof(capi::EndpointAttr) >= sizeof(ucp_ep_attr_t));
+static_assert(sizeof(capi::Transport) == sizeof(ucp_transport_entry_t));
+SAME_FIELD(capi::Transport, name, ucp_transport_entry_t, transport_name);
+SAME_FIELD(capi::EndpointAttr, mask, ucp_ep_attr_t, field_mask);
+SAME_FIELD(capi::EndpointAttr, transports, ucp_ep_attr_t, transports.entries);
+SAME_FIELD(capi::EndpointAttr, num_transports, ucp_ep_attr_t, transports.num_entries);
+SAME_FIELD(capi::EndpointAttr, transport_bytes, ucp_ep_attr_t, transports.entry_size);
+SAME_VALUE(capi::EndpointAttr::kTransports, UCP_EP_ATTR_FIELD_TRANSPORTS);
 
 SAME_FIELD(capi::EndpointParams, flags, ucp_ep_params_t, flags);
 SAME_FIELD(capi::EndpointParams, socket_address, ucp_ep_params_t, sockaddr);

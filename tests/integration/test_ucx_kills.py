@@ -258,7 +258,7 @@ def ask_for_much(peer, config, hello, there):
 
 
 def test_an_owner_outlives_readers_that_it_owes_bytes(start_peer):
-    """Replies that wait for a full socket when the reader dies; see `clear_request` of csrc/ucx.
+    """Replies that wait for a full socket when the reader dies; see csrc/ucx/served.hpp.
 
     The allocator of the owner's process fills what it hands out, so that an object in which
     something was not set does not look fine by chance.
@@ -283,5 +283,49 @@ def test_an_owner_outlives_readers_that_it_owes_bytes(start_peer):
         ends = rows(address(target), (0, SIZE)), rows(there, (0, SIZE))
         survivor.read_descriptors(survivor.connect(hello), *ends, timeout=WAIT_S).wait()
         assert np.array_equal(target, random_bytes(SIZE, SEED))
+    owner.send(None)
+    owner.finish()
+
+
+def ask_and_be_killed(peer, config, op, hello, there):
+    """Read all; then post far more when told so, to an owner that stands still."""
+    agent = UcxAgent("reader", config=config)
+    pool = np.zeros(SIZE, dtype=np.uint8)
+    agent.register(pool)
+    peer.send(agent.hello())
+    peer.receive()
+    owner = agent.connect(hello)
+    pieces = range(SIZE // PIECE)
+    ends = scattered(address(pool), pieces), scattered(there, pieces)
+    agent.read_descriptors(owner, *ends).wait(WAIT_S)
+    assert np.array_equal(pool, random_bytes(SIZE, SEED))
+    peer.send("has read")
+    peer.receive()
+    move = agent.read_descriptors if op == "read" else agent.write_descriptors
+    transfers = [move(owner, *ends, timeout=WAIT_S) for _ in range(4)]
+    time.sleep(0.3)  # until no more fits into the connection
+    peer.send("asked")
+    transfers[-1].wait()
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_an_owner_that_stood_still_outlives_those_who_were_killed_meanwhile(start_peer, op):
+    """It finds their questions, and nobody to answer: UCX's own emulation aborts the owner then."""
+    config = {"TLS": "tcp"}
+    owner = start_peer(serve, config)
+    hello, there = owner.receive()
+    for _ in range(3):
+        reader = start_peer(ask_and_be_killed, config, op, hello, there)
+        owner.send(reader.receive())
+        assert owner.receive() == "connected"
+        reader.send("go")
+        assert reader.receive() == "has read"
+        owner.stop()
+        reader.send("go")
+        assert reader.receive() == "asked"
+        reader.kill()
+        owner.send("look")
+        owner.resume()
+        assert owner.receive() == "found it dead"
     owner.send(None)
     owner.finish()

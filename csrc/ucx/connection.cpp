@@ -1,0 +1,78 @@
+#include "ucx/connection.hpp"
+
+#include <utility>
+
+#include "base/text.hpp"
+#include "ucx/served.hpp"
+
+namespace pynixlkv::ucx {
+
+namespace {
+
+/// How long the last notifications get to leave before a connection is closed.
+constexpr auto kLeaveDeadline = std::chrono::milliseconds(100);
+
+}  // namespace
+
+void throw_failure(const Endpoint& endpoint, Status status, const char* call,
+                   const std::string& detail) {
+    const NativeError error = make_error(endpoint.failure().value_or(status), call, detail);
+    if (endpoint.failure() || is_connection_failure(status)) {
+        throw transfer::ConnectionLost(error);
+    }
+    throw NativeError(error);
+}
+
+Outbox::~Outbox() {
+    if (num_waiting() > 0) {
+        [[maybe_unused]] auto* kept =
+            new std::deque<std::unique_ptr<Message>>(std::move(messages_));
+    }
+}
+
+void Outbox::send(std::string_view header, std::string data, const std::string& peer) {
+    (void)num_waiting();
+    auto& message = *messages_.emplace_back(
+        std::make_unique<Message>(endpoint_->worker()->library(), std::move(data)));
+    endpoint_->send(message.completion, kMessageId, header, message.data);
+    if (const Status status = message.completion.status(); status != Status::kOk) {
+        throw_failure(*endpoint_, status, "ucp_am_send_nbx",
+                      text("a message to peer '", peer, "'"));
+    }
+}
+
+std::size_t Outbox::num_waiting() {
+    // They leave in the order in which they came, but for rare cases, which end a little later.
+    while (!messages_.empty() && messages_.front()->completion.is_quiet()) {
+        messages_.pop_front();
+    }
+    return messages_.size();
+}
+
+UcxConnection::UcxConnection(std::shared_ptr<Endpoint> end,
+                             std::shared_ptr<const RemoteRegions> keys, std::string peer)
+    : name(std::move(peer)),
+      endpoint(std::move(end)),
+      regions(std::move(keys)),
+      number(endpoint->is_one_sided() ? 0 : new_served_number()),
+      outbox_(endpoint) {
+    if (number != 0) {
+        send(make_header({.kind = ServedKind::kOpen, .connection = number}),
+             endpoint->worker()->address());
+    }
+}
+
+UcxConnection::~UcxConnection() {
+    if (number != 0 && !endpoint->failure()) {
+        try {
+            send(make_header({.kind = ServedKind::kClose, .connection = number}), {});
+        } catch (const NativeError&) {
+            // The peer finds out by itself.
+        }
+    }
+    progress_until(kLeaveDeadline, [this] { return is_quiet(); });
+    regions.reset();
+    endpoint->close();
+}
+
+}  // namespace pynixlkv::ucx

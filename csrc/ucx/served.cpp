@@ -1,0 +1,336 @@
+#include "ucx/served.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+
+#include "base/bytes.hpp"
+#include "base/text.hpp"
+
+namespace pynixlkv::ucx {
+
+namespace {
+
+using transfer::Memory;
+using transfer::Op;
+
+/// Bytes of a message. Up to 16,515 UCX sends over tcp at once and without a copy, by its default
+/// settings (`UCX_PROTO_INFO=y` shows it); more of them take twice as long.
+constexpr std::size_t kPieceBytes = 16U << 10U;
+/// Most pieces that wait for the socket.
+constexpr std::size_t kMaxWaiting = 128;
+/// Most pieces in a row for one client, so that others get their turn.
+constexpr int kMaxPieces = 64;
+/// How many clients are remembered to have gone.
+constexpr std::size_t kMaxGone = 1024;
+
+}  // namespace
+
+std::string_view make_header(const ServedHeader& header) {
+    return {reinterpret_cast<const char*>(&header), sizeof header};
+}
+
+std::optional<ServedHeader> read_header(std::string_view bytes) {
+    if (bytes.size() != sizeof(ServedHeader)) {
+        return std::nullopt;
+    }
+    ServedHeader header{};
+    std::memcpy(&header, bytes.data(), sizeof header);
+    return header;
+}
+
+std::uint64_t new_served_number() {
+    std::random_device random;
+    std::uint64_t number = 0;
+    while (number == 0) {
+        number = std::uint64_t{random()} << 32U | random();
+    }
+    return number;
+}
+
+// ---- those who ask
+
+std::uint64_t ServedOperations::add(ServedOperation* operation) {
+    operations_.emplace(++last_, operation);
+    return last_;
+}
+
+void ServedOperations::on_message(const ServedHeader& header, std::string_view data) {
+    const auto found = operations_.find(header.operation);
+    if (found == operations_.end()) {
+        return;
+    }
+    ServedOperation& operation = *found->second;
+    if (header.kind == ServedKind::kData) {
+        operation.on_data(header, data);
+    } else if (data.empty()) {
+        operation.is_written_ = true;
+    } else {
+        operation.refusal_ = data;
+    }
+}
+
+ServedOperation::ServedOperation(std::shared_ptr<ServedOperations> all, UcxConnection& connection,
+                                 const LocalRegions& local_regions, Op op,
+                                 const transfer::RowPairs& rows)
+    : all_(std::move(all)),
+      endpoint_(connection.endpoint),
+      connection_(connection),
+      op_(op),
+      number_(all_->add(this)),
+      completion_(endpoint_->worker()->library()) {
+    const LocalRegion* local = nullptr;
+    const RemoteRegion* remote = nullptr;
+    try {
+        parts_.reserve(rows.local.size());
+        for (std::size_t i = 0; i < rows.local.size(); ++i) {
+            (void)local_regions.find(rows.local[i], local);
+            (void)connection.regions->find(rows.remote[i], remote);
+            parts_.push_back({rows.local[i].address, rows.remote[i].address, rows.local[i].length});
+            total_ += rows.local[i].length;
+        }
+    } catch (...) {
+        all_->remove(number_);
+        throw;
+    }
+    due_ = total_;
+}
+
+void ServedOperation::post() {
+    if (op_ == Op::kRead) {
+        ask();
+    } else {
+        write();
+        if (completion_.is_quiet()) {
+            check();
+        }
+    }
+}
+
+bool ServedOperation::poll() {
+    if (op_ == Op::kWrite) {
+        write();
+        if (!completion_.is_quiet()) {
+            return false;
+        }
+    }
+    check();
+    return op_ == Op::kRead ? due_ == 0 : is_written_;
+}
+
+void ServedOperation::ask() {
+    ByteWriter out;
+    for (const Part& part : parts_) {
+        out.put(part.remote);
+        out.put(part.length);
+    }
+    connection_.send(
+        make_header(
+            {.kind = ServedKind::kRead, .connection = connection_.number, .operation = number_}),
+        out.take());
+}
+
+void ServedOperation::write() {
+    while (next_ < parts_.size() && completion_.pending() < kMaxWaiting && refusal_.empty() &&
+           completion_.status() == Status::kOk && !endpoint_->failure()) {
+        const Part& part = parts_[next_];
+        const std::uint64_t length = std::min<std::uint64_t>(part.length - offset_, kPieceBytes);
+        // NOLINTNEXTLINE(performance-no-int-to-ptr)
+        const auto* bytes = reinterpret_cast<const char*>(part.local + offset_);
+        endpoint_->send(completion_, kMessageId,
+                        make_header({.kind = ServedKind::kWrite,
+                                     .connection = connection_.number,
+                                     .operation = number_,
+                                     .place = part.remote + offset_,
+                                     .total = total_}),
+                        {bytes, length});
+        offset_ += length;
+        if (offset_ == part.length) {
+            offset_ = 0;
+            ++next_;
+        }
+    }
+}
+
+/// @throws NativeError when it has failed
+void ServedOperation::check() {
+    const char* call = op_ == Op::kRead ? "a served read" : "a served write";
+    const auto what = [&] { return text(parts_.size(), " rows of peer '", connection_.name, "'"); };
+    if (!refusal_.empty()) {
+        throw NativeError(
+            make_error(Status::kInvalidAddr, call, text(what(), ", which refuses: ", refusal_)));
+    }
+    if (completion_.status() != Status::kOk || endpoint_->failure()) {
+        throw_failure(*endpoint_, completion_.status(), call, what());
+    }
+}
+
+void ServedOperation::on_data(const ServedHeader& header, std::string_view data) {
+    if (op_ != Op::kRead || header.row >= parts_.size() ||
+        header.place > parts_[header.row].length ||
+        data.size() > parts_[header.row].length - header.place || data.size() > due_) {
+        refusal_ = "its answer does not fit the question";
+        return;
+    }
+    // NOLINTNEXTLINE(performance-no-int-to-ptr)
+    auto* to = reinterpret_cast<char*>(parts_[header.row].local + header.place);
+    std::memcpy(to, data.data(), data.size());
+    due_ -= data.size();
+}
+
+// ---- those who serve
+
+void Server::on_message(const ServedHeader& header, std::string_view data) {
+    const std::uint64_t number = header.connection;
+    if (is_closed_ || (!clients_.contains(number) &&
+                       std::find(gone_.begin(), gone_.end(), number) != gone_.end())) {
+        return;
+    }
+    // Messages may overtake each other, so that any may be a client's first.
+    Client& client = clients_[number];
+    switch (header.kind) {
+        case ServedKind::kOpen:
+            client.address = data;
+            break;
+        case ServedKind::kClose:
+            client.is_over = true;
+            break;
+        case ServedKind::kRead: {
+            Read read{.operation = header.operation, .rows = {}};
+            ByteReader in(data, "the rows of a read");
+            for (std::size_t i = 0; i < data.size() / (2 * sizeof(std::uint64_t)); ++i) {
+                const auto address = in.get<std::uint64_t>();
+                read.rows.push_back({address, in.get<std::uint64_t>(), 0});
+            }
+            in.require_end();
+            client.reads.push_back(std::move(read));
+            break;
+        }
+        case ServedKind::kWrite:
+            take_piece(client, header, data);
+            break;
+        default:
+            throw Error("WireError", text("an unknown kind of served message, ",
+                                          static_cast<unsigned>(header.kind)));
+    }
+}
+
+std::string Server::refusal(const Row& row) const {
+    try {
+        const LocalRegion* hint = nullptr;
+        return regions_->find(row, hint).span.memory == Memory::kDram
+                   ? ""
+                   : text(row.str(), " is not host memory");
+    } catch (const Error& e) {
+        return e.what();
+    }
+}
+
+void Server::take_piece(Client& client, const ServedHeader& header, std::string_view data) const {
+    auto& due = client.due.try_emplace(header.operation, header.total).first->second;
+    if (due == 0) {
+        return;  // refused before
+    }
+    std::string reason =
+        data.size() > due ? "it is longer than it said" : refusal({header.place, data.size(), 0});
+    if (!reason.empty()) {
+        due = 0;
+        client.ends.push_back({header.operation, std::move(reason)});
+        return;
+    }
+    // NOLINTNEXTLINE(performance-no-int-to-ptr)
+    std::memcpy(reinterpret_cast<char*>(header.place), data.data(), data.size());
+    due -= data.size();
+    if (due == 0) {
+        client.due.erase(header.operation);
+        client.ends.push_back({header.operation, {}});
+    }
+}
+
+bool Server::serve() {
+    bool worked = false;
+    for (auto at = clients_.begin(); at != clients_.end();) {
+        Client& client = at->second;
+        if (client.is_over || (client.endpoint && client.endpoint->failure())) {
+            gone_.push_back(at->first);
+            if (gone_.size() > kMaxGone) {
+                gone_.pop_front();
+            }
+            clients_.extract(at++);
+            worked = true;
+            continue;
+        }
+        ++at;
+        try {
+            worked |= serve(client);
+        } catch (const std::exception&) {
+            client.is_over = true;  // it cannot be reached: nobody is left to be told
+            worked = true;
+        }
+    }
+    return worked;
+}
+
+bool Server::serve(Client& client) {
+    if (!client.endpoint) {
+        if (client.address.empty()) {
+            return false;
+        }
+        client.endpoint = Endpoint::create(worker_, client.address, errors_);
+        client.outbox.emplace(client.endpoint);
+    }
+    int count = 0;
+    for (; count < kMaxPieces && client.outbox->num_waiting() < kMaxWaiting; ++count) {
+        if (!client.ends.empty()) {
+            const End end = std::move(client.ends.front());
+            client.ends.pop_front();
+            client.outbox->send(make_header({.kind = ServedKind::kEnd, .operation = end.operation}),
+                                end.refusal, "a client");
+        } else if (!client.reads.empty()) {
+            send_piece(client);
+        } else {
+            break;
+        }
+    }
+    return count > 0;
+}
+
+void Server::send_piece(Client& client) {
+    Read& read = client.reads.front();
+    if (read.next == read.rows.size()) {
+        client.reads.pop_front();
+        return;
+    }
+    const Row& row = read.rows[read.next];
+    // Looked up for each piece: it may have been deregistered meanwhile.
+    if (std::string reason = refusal(row); !reason.empty()) {
+        client.ends.push_back({read.operation, std::move(reason)});
+        client.reads.pop_front();
+        return;
+    }
+    const std::uint64_t length = std::min<std::uint64_t>(row.length - read.offset, kPieceBytes);
+    // Copied, so that it may be deregistered while the bytes wait for the socket.
+    // NOLINTNEXTLINE(performance-no-int-to-ptr)
+    std::string bytes(reinterpret_cast<const char*>(row.address + read.offset), length);
+    client.outbox->send(make_header({.kind = ServedKind::kData,
+                                     .row = static_cast<std::uint32_t>(read.next),
+                                     .operation = read.operation,
+                                     .place = read.offset}),
+                        std::move(bytes), "a client");
+    read.offset += length;
+    if (read.offset == row.length) {
+        read.offset = 0;
+        if (++read.next == read.rows.size()) {
+            client.reads.pop_front();
+        }
+    }
+}
+
+void Server::close() {
+    is_closed_ = true;
+    while (!clients_.empty()) {
+        clients_.extract(clients_.begin());
+    }
+}
+
+}  // namespace pynixlkv::ucx
