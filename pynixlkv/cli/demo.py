@@ -6,6 +6,7 @@ import os
 import random
 import re
 import secrets
+from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,7 @@ _MAX_FREE_SHARE = 0.8
 # Longest run of adjacent blocks in a table: pools of busy engines are scattered, not shuffled.
 _LONGEST_RUN = 8
 # Headings and rows (count, range of lengths, method, transport) of UCX's report on what it used.
-_UCX_TABLE = "remote memory"
+_UCX_TABLE = re.compile(r"\| (remote memory \w+|active message) by ucp_")
 _UCX_ROW = re.compile(r"\| +(\d+) \| +\S+ \| (.*?) +\| (.*?) +\|$")
 
 
@@ -289,16 +290,20 @@ def _conduct(
 
 
 def _used_transports(operation: Operation, outputs: Iterable[str]) -> str:
-    """Find in UCX's own words what moved the bytes of an operation."""
-    used = set()
+    """Find in UCX's own words what moved the bytes of an operation.
+
+    Where nothing is one-sided, messages did.
+    """
+    used: dict[str, set[str]] = defaultdict(set)
     for output in outputs:
-        is_ours = False
+        table = ""
         for line in output.splitlines():
-            if _UCX_TABLE in line:
-                is_ours = f"{_UCX_TABLE} {operation}" in line
-            elif is_ours and (row := _UCX_ROW.search(line)) and int(row[1]):
-                used.add(f"{row[3]} ({row[2]})")
-    return ", ".join(sorted(used)) or "not reported"
+            if heading := _UCX_TABLE.search(line):
+                table = heading[1]
+            elif (row := _UCX_ROW.search(line)) and int(row[1]):
+                used[table].add(f"{row[3]} ({row[2]})")
+    messages = {f"{name}, by messages" for name in used["active message"]}
+    return ", ".join(sorted(used[f"remote memory {operation}"] or messages)) or "not reported"
 
 
 def _summarise(

@@ -36,6 +36,12 @@ def pair():
         yield owner, reader, peer, theirs, here, registration
 
 
+def wait_for_notification(agent):
+    while not (arrived := agent.notifications(0.2)):
+        pass
+    return arrived
+
+
 def both(theirs, here, *pieces):
     return rows(address(here), *pieces), rows(address(theirs), *pieces)
 
@@ -112,8 +118,7 @@ def test_messages_that_nobody_would_send_harm_nobody(pair):
         am_send_nbx(endpoint, MESSAGE_ID, header, data).wait(WAIT_S)
     endpoint.close()
     with pytest.raises(WireError):
-        while True:
-            owner.notifications(0.2)
+        wait_for_notification(owner)
     assert np.array_equal(theirs, before)
     reader.read_descriptors(peer, *both(theirs, here, (0, SIZE))).wait(WAIT_S)
     assert np.array_equal(here, theirs)
