@@ -8,7 +8,7 @@ import socket
 PORTS = range(20_000, 30_000)
 
 
-def free_port():
+def free_port() -> int:
     """Return a TCP port that nobody uses now, on any address."""
     for port in random.sample(PORTS, 100):
         with socket.socket() as probe:
