@@ -1,5 +1,6 @@
 #include "ucx/driver.hpp"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <utility>
@@ -36,6 +37,16 @@ capi::MemoryType memory_type(Memory memory) {
             throw Error("RegistrationError",
                         "UCX moves host and GPU memory only; use NIXL for storage");
     }
+}
+
+/// Whether the peer serves these rows: neither a transport nor a mapping reaches all of them.
+bool is_served(const UcxConnection& connection, const transfer::RowPairs& rows) {
+    const RemoteRegion* hint = nullptr;
+    return connection.number != 0 && rows.local_memory == Memory::kDram &&
+           rows.remote_memory == Memory::kDram &&
+           std::any_of(rows.remote.begin(), rows.remote.end(), [&](const Row& row) {
+               return connection.regions->find(row, hint).direct == nullptr;
+           });
 }
 
 class UcxRegistered final : public transfer::Registered {
@@ -280,8 +291,7 @@ std::unique_ptr<transfer::Operation> UcxDriver::make(transfer::Connection& conne
                                                      transfer::Op op,
                                                      const transfer::RowPairs& rows) {
     auto& peer = static_cast<UcxConnection&>(connection);
-    if (peer.number != 0 && rows.local_memory == Memory::kDram &&
-        rows.remote_memory == Memory::kDram) {
+    if (is_served(peer, rows)) {
         return std::make_unique<ServedOperation>(served_, peer, *regions_, op, rows);
     }
     return std::make_unique<UcxOperation>(peer, *regions_, op, rows);

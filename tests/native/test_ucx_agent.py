@@ -102,8 +102,9 @@ def test_allocated_memory_is_read_and_written_like_any_other(connect, config, ou
     assert owner.finish() == pattern(SIZE, 2).tobytes()
 
 
-def test_allocated_memory_needs_nothing_of_its_owner(connect):
-    owner, agent, peer, there = connect(takes_part=False)
+@pytest.mark.parametrize("transports", ["all", "tcp,posix"])
+def test_allocated_memory_needs_nothing_of_its_owner(connect, transports):
+    owner, agent, peer, there = connect(takes_part=False, config={"TLS": transports})
     here = np.zeros(SIZE, dtype=np.uint8)
     agent.register(here)
     agent.read_descriptors(peer, rows(address(here), (0, 8)), rows(there, (0, 8))).wait(WAIT_S)
