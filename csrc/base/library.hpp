@@ -39,7 +39,7 @@ class SharedLibrary {
     /// @throws Error LibraryVersionError naming library and symbol
     template <class Function>
     [[nodiscard]] Function* require(const char* name) const {
-        Function* function = find<Function>(name);
+        auto* function = find<Function>(name);
         if (function == nullptr) {
             throw Error("LibraryVersionError", text(path_, " has no symbol ", name));
         }

@@ -8,6 +8,8 @@
 #include <mutex>
 #include <string>
 
+#include "base/keep.hpp"
+
 namespace pynixlkv {
 
 /// Named counters. They are the one mutable static of the native code.
@@ -31,8 +33,8 @@ class LiveCounters {
   private:
     static LiveCounters& instance() {
         // Never destroyed: objects that outlive static destruction still count themselves.
-        static auto* counters = new LiveCounters;
-        return *counters;
+        static auto& counters = keep_for_ever<LiveCounters>();
+        return counters;
     }
 
     std::mutex mutex_;

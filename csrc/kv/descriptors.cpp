@@ -34,7 +34,7 @@ std::uint64_t start(const Table& table, std::size_t side, const Paging& paging, 
 void check_ids(const Table& table, std::size_t side, const Paging& paging, std::size_t group) {
     const auto blocks = ids(table, side);
     for (std::size_t i = 0; i < blocks.size(); ++i) {
-        if (static_cast<std::uint64_t>(blocks[i]) >= paging.num_blocks) {
+        if (std::cmp_less(blocks[i], 0) || std::cmp_greater_equal(blocks[i], paging.num_blocks)) {
             plan_error(group_name(group), kSideNames[side], " block ", blocks[i], " at index ", i,
                        " must be from 0 to ", paging.num_blocks - 1);
         }
@@ -288,12 +288,12 @@ void Plan::append_runs(const Nest& nest, const Shape& shape, std::vector<Run>& o
                                             loops[depth - 1].stride[1] == run.length))) {
         run.length *= loops[--depth].count;
     }
-    std::size_t first = out.size();
+    const std::size_t first = out.size();
     out.push_back(run);
     for (std::size_t level = 0; level < depth; ++level) {
         const std::size_t last = out.size();
-        std::vector<Run> outer(out.begin() + static_cast<std::ptrdiff_t>(first),
-                               out.begin() + static_cast<std::ptrdiff_t>(last));
+        const std::vector<Run> outer(out.begin() + static_cast<std::ptrdiff_t>(first),
+                                     out.begin() + static_cast<std::ptrdiff_t>(last));
         out.resize(first);
         for (const Run& at : outer) {
             Run next = at;

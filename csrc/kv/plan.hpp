@@ -120,7 +120,7 @@ class Plan {
     /// Every run of every block of a side's pool, cut to max_bytes, ascending by address (except
     /// where groups interleave in memory).
     /// @throws Error PlanError unless `can_prepare`
-    [[nodiscard]] std::vector<Row> prepared_rows(Side side) const;
+    [[nodiscard]] std::vector<Row> prepared_rows(Side which) const;
 
     /// Number of indices that `expand_indices` gives for the tables; none if part of a block would
     /// move, which prepared rows cannot say.
@@ -192,7 +192,7 @@ class Plan {
         std::array<std::uint64_t, 2> first, step;
     };
 
-    void add_lane(std::size_t nest);
+    void add_lane(std::size_t index);
     void append_runs(const Nest& nest, const Shape& shape, std::vector<Run>& out) const;
     [[nodiscard]] std::vector<Run> lane_runs(const Lane& lane, const Shape& shape) const;
     [[nodiscard]] std::vector<Strip> strips() const;
@@ -201,7 +201,7 @@ class Plan {
     [[nodiscard]] std::optional<std::pair<std::size_t, Shape>> partial_block(
         const Expansion& expansion) const;
     void require_tables(Tables tables) const;
-    Cover require_cover(std::size_t group, const Table& table) const;
+    Cover require_cover(std::size_t index, const Table& table) const;
 
     std::uint64_t max_bytes_ = Selection::kAllBytes;
     std::array<std::vector<Span>, 2> spans_;

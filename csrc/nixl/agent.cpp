@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "base/error.hpp"
+#include "base/keep.hpp"
 #include "nixl/prepared_list.hpp"
 #include "nixl/registration.hpp"
 #include "nixl/request.hpp"
@@ -25,8 +26,8 @@ struct Graveyard {
 };
 
 Graveyard& graveyard() {
-    static auto* instance = new Graveyard;
-    return *instance;
+    static auto& instance = keep_for_ever<Graveyard>();
+    return instance;
 }
 
 template <class Config>
@@ -176,7 +177,8 @@ void Agent::park(std::unique_ptr<RequestBody> body) noexcept {
         parked_.push_back(std::move(body));
         num_parked_ = parked_.size();
     } catch (...) {
-        (void)body.release();  // out of memory: better lost than freed under a running transfer
+        // Out of memory: better lost than freed under a running transfer.
+        (void)body.release();  // NOLINT(bugprone-unused-return-value)
     }
 }
 
@@ -225,7 +227,7 @@ void Agent::require_ours(const CallOptions& options) const {
     }
 }
 
-void Agent::require_rows(Rows rows, const char* side, bool allow_zero_length) const {
+void Agent::require_rows(Rows rows, const char* side, bool allow_zero_length) {
     if (rows.empty()) {
         throw Error("ConfigError", text("the ", side, " descriptors are empty"));
     }

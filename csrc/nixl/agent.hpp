@@ -196,7 +196,7 @@ class Agent : public std::enable_shared_from_this<Agent>, LiveCounted<Agent> {
     };
 
     void require_ours(const CallOptions& options) const;
-    void require_rows(Rows rows, const char* side, bool allow_zero_length) const;
+    static void require_rows(Rows rows, const char* side, bool allow_zero_length);
     /// Pin the registrations that cover the rows.
     [[nodiscard]] std::vector<Pin> pin(MemoryType memory, Rows rows, const char* side) const;
     void require_fresh(const std::string& peer, std::uint64_t generation, const char* what) const;

@@ -43,7 +43,7 @@ void Library::free(void* memory) const noexcept {
     if (functions_.mem_free != nullptr) {
         functions_.mem_free(memory);
     } else {
-        std::free(memory);
+        std::free(memory);  // NOLINT(cppcoreguidelines-owning-memory)
     }
 }
 

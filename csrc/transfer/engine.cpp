@@ -1,7 +1,7 @@
 #include "transfer/engine.hpp"
 
 #include <pthread.h>
-#include <signal.h>
+#include <signal.h>  // NOLINT(modernize-deprecated-headers): POSIX has more in it
 #include <unistd.h>
 
 #include <exception>
@@ -10,6 +10,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "base/keep.hpp"
 #include "transfer/loop.hpp"
 #include "transfer/pairs.hpp"
 
@@ -80,7 +81,7 @@ Engine::Engine(std::string name, const DriverFactory& factory, const EngineOptio
 Engine::~Engine() {
     if (::getpid() != pid_) {
         // The thread does not exist in a forked child, and its locks may be held for ever.
-        [[maybe_unused]] auto* kept = new std::shared_ptr<Loop>(std::move(loop_));
+        keep_for_ever<std::shared_ptr<Loop>>(std::move(loop_));
         return;
     }
     {

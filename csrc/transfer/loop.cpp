@@ -9,6 +9,8 @@
 #include <exception>
 #include <thread>
 
+#include "base/keep.hpp"
+
 namespace pynixlkv::transfer {
 
 namespace {
@@ -160,7 +162,7 @@ bool Loop::admit() {
     return !queued.empty();
 }
 
-std::string Loop::describe(const Active& a) const {
+std::string Loop::describe(const Active& a) {
     const Transfer& t = *a.transfer;
     return std::string(t.op_ == Op::kRead ? "READ from" : "WRITE to") + " peer '" + t.peer_->name_ +
            "' (transfer " + std::to_string(t.id_) + ")";
@@ -285,7 +287,7 @@ void Loop::choose_lists(Active& a) {
         const TimePoint begin = Clock::now();
         lists.prepared =
             driver_->prepare(*peer.native_, {local, remote, a.local_memory, a.remote_memory});
-        costs_.learn(costs_.prepare_ns, Clock::now() - begin, local.size() + remote.size());
+        Costs::learn(costs_.prepare_ns, Clock::now() - begin, local.size() + remote.size());
         if (!lists.prepared) {
             lists.regret_ns = 0;
             return;
@@ -355,7 +357,7 @@ bool Loop::start_batch(Active& a) {
     const TimePoint made = Clock::now();
     operation->post();
     const TimePoint posted = Clock::now();
-    costs_.learn(a.prepared != nullptr ? costs_.index_ns : costs_.row_ns, made - begin, count);
+    Costs::learn(a.prepared != nullptr ? costs_.index_ns : costs_.row_ns, made - begin, count);
     a.running.push_back({std::move(operation), bytes});
     ++num_operations_;
     a.next += count;
@@ -366,7 +368,7 @@ bool Loop::start_batch(Active& a) {
     return true;
 }
 
-std::unique_ptr<Operation> Loop::make_operation(Active& a, std::size_t count) {
+std::unique_ptr<Operation> Loop::make_operation(Active& a, std::size_t count) const {
     Connection& connection = *a.transfer->peer_->native_;
     const auto part = [&](const auto& whole) { return std::span(whole).subspan(a.next, count); };
     if (a.prepared != nullptr) {
@@ -378,7 +380,7 @@ std::unique_ptr<Operation> Loop::make_operation(Active& a, std::size_t count) {
 }
 
 bool Loop::advance(Active& a) {
-    Transfer& t = *a.transfer;
+    const Transfer& t = *a.transfer;
     bool busy = poll_running(a);
     if (is_end(t.state())) {
         return busy;
@@ -615,8 +617,8 @@ void Loop::abandon() {
         std::map<std::uint64_t, std::shared_ptr<Registration>> registrations;
     };
     const std::unique_lock lock(memory_mutex_);
-    [[maybe_unused]] auto* kept = new Kept{std::move(active_), std::move(driver_),
-                                           std::move(peers_), std::move(registrations_)};
+    keep_for_ever<Kept>(std::move(active_), std::move(driver_), std::move(peers_),
+                        std::move(registrations_));
 }
 
 std::shared_ptr<Registration> Loop::add_registration(

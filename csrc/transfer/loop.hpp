@@ -128,7 +128,7 @@ class Loop {
     bool advance(Active& a);
     bool poll_running(Active& a);
     bool start_batch(Active& a);
-    std::unique_ptr<Operation> make_operation(Active& a, std::size_t count);
+    [[nodiscard]] std::unique_ptr<Operation> make_operation(Active& a, std::size_t count) const;
     void make_rows(Active& a);
     void choose_lists(Active& a);
     void cut_rows(Active& a) const;
@@ -143,7 +143,7 @@ class Loop {
     void abandon();
     void end(Active& a, State state, const std::string& message,
              const std::optional<NativeError>& cause);
-    [[nodiscard]] std::string describe(const Active& a) const;
+    [[nodiscard]] static std::string describe(const Active& a);
 
     /// What making requests costs here, in ns per row: a moving average that begins with values
     /// measured for NIXL 1.5 on x86-64.

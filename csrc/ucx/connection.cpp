@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "base/keep.hpp"
 #include "base/text.hpp"
 #include "ucx/served.hpp"
 
@@ -25,8 +26,7 @@ void throw_failure(const Endpoint& endpoint, Status status, const char* call,
 
 Outbox::~Outbox() {
     if (num_waiting() > 0) {
-        [[maybe_unused]] auto* kept =
-            new std::deque<std::unique_ptr<Message>>(std::move(messages_));
+        keep_for_ever<std::deque<std::unique_ptr<Message>>>(std::move(messages_));
     }
 }
 
@@ -49,10 +49,10 @@ std::size_t Outbox::num_waiting() {
     return messages_.size();
 }
 
-UcxConnection::UcxConnection(std::shared_ptr<Endpoint> end,
+UcxConnection::UcxConnection(std::shared_ptr<Endpoint> to,
                              std::shared_ptr<const RemoteRegions> keys, std::string peer)
     : name(std::move(peer)),
-      endpoint(std::move(end)),
+      endpoint(std::move(to)),
       regions(std::move(keys)),
       number(endpoint->is_one_sided() ? 0 : new_served_number()),
       outbox_(endpoint) {

@@ -51,7 +51,7 @@ class Outbox {
 
 class UcxConnection final : public transfer::Connection {
   public:
-    UcxConnection(std::shared_ptr<Endpoint> endpoint, std::shared_ptr<const RemoteRegions> regions,
+    UcxConnection(std::shared_ptr<Endpoint> to, std::shared_ptr<const RemoteRegions> keys,
                   std::string peer);
     UcxConnection(const UcxConnection&) = delete;
     UcxConnection& operator=(const UcxConnection&) = delete;

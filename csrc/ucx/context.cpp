@@ -49,13 +49,12 @@ std::uint64_t free_memory() {
 
 }  // namespace
 
-std::shared_ptr<Context> Context::create(std::shared_ptr<const Library> library,
-                                         const ConfigMap& config) {
-    return std::shared_ptr<Context>(new Context(std::move(library), config));
+std::shared_ptr<Context> Context::create(std::shared_ptr<const Library> library, ConfigMap config) {
+    return std::shared_ptr<Context>(new Context(std::move(library), std::move(config)));
 }
 
-Context::Context(std::shared_ptr<const Library> library, const ConfigMap& config)
-    : library_(std::move(library)), config_(config) {
+Context::Context(std::shared_ptr<const Library> library, ConfigMap config)
+    : library_(std::move(library)), config_(std::move(config)) {
     capi::Config raw = nullptr;
     library_->check(library_->fn().config_read(nullptr, nullptr, &raw), "ucp_config_read",
                     [] { return "reading the UCX_* variables"; });
@@ -79,9 +78,11 @@ Context::Context(std::shared_ptr<const Library> library, const ConfigMap& config
         "ucp_init", [this] {
             const auto tls = config_.find("TLS");
             const char* variable = std::getenv("UCX_TLS");
-            return text("starting UCX with UCX_TLS=", tls != config_.end()  ? tls->second.c_str()
-                                                      : variable != nullptr ? variable
-                                                                            : "all");
+            std::string used = variable != nullptr ? variable : "all";
+            if (tls != config_.end()) {
+                used = tls->second;
+            }
+            return text("starting UCX with UCX_TLS=", used);
         });
     UniqueHandle<capi::Context, Cleanup> context(handle, {library_.get()});
     capi::ContextAttr attr{};

@@ -29,7 +29,7 @@ class Context : public std::enable_shared_from_this<Context>, LiveCounted<Contex
     /// @throws Error ConfigError for a setting that UCX does not know, UcxError if it does not
     /// start
     [[nodiscard]] static std::shared_ptr<Context> create(std::shared_ptr<const Library> library,
-                                                         const ConfigMap& config);
+                                                         ConfigMap config);
     Context(const Context&) = delete;
     Context& operator=(const Context&) = delete;
     ~Context();
@@ -51,7 +51,7 @@ class Context : public std::enable_shared_from_this<Context>, LiveCounted<Contex
     friend class MemoryHandle;
 
     friend class LiveCounted<Context>;
-    Context(std::shared_ptr<const Library> library, const ConfigMap& config);
+    Context(std::shared_ptr<const Library> library, ConfigMap config);
 
     const std::shared_ptr<const Library> library_;
     const ConfigMap config_;

@@ -314,7 +314,8 @@ bool UcxDriver::receive(std::vector<transfer::Notification>& into) {
     inbox_.clear();
     const bool served = server_.serve();
     if (receive_error_) {
-        const Error error = *std::exchange(receive_error_, std::nullopt);
+        const Error error = *receive_error_;
+        receive_error_.reset();
         throw Error(error);
     }
     return rounds > 0 || served;

@@ -62,7 +62,7 @@ std::shared_ptr<Endpoint> Listener::accept() {
     if (waiting_.empty()) {
         return nullptr;
     }
-    const capi::ConnectionRequest request = waiting_.front();
+    auto* const request = waiting_.front();
     waiting_.pop_front();
     return Endpoint::accept(worker_, request);
 }
@@ -72,7 +72,7 @@ void Listener::close() {
         return;
     }
     const std::lock_guard lock(worker_->mutex());
-    for (const capi::ConnectionRequest request : std::exchange(waiting_, {})) {
+    for (auto* const request : std::exchange(waiting_, {})) {
         (void)fn().listener_reject(handle_, request);
     }
     fn().listener_destroy(std::exchange(handle_, nullptr));

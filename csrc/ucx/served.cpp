@@ -277,7 +277,7 @@ bool Server::serve(Client& client) {
             return false;
         }
         client.endpoint = Endpoint::create(worker_, client.address, errors_);
-        client.outbox.emplace(client.endpoint);
+        client.outbox = std::make_unique<Outbox>(client.endpoint);
     }
     int count = 0;
     for (; count < kMaxPieces && client.outbox->num_waiting() < kMaxWaiting; ++count) {

@@ -148,7 +148,7 @@ class Server {
             }
         }
         std::string address;
-        std::optional<Outbox> outbox;
+        std::unique_ptr<Outbox> outbox;
         std::shared_ptr<Endpoint> endpoint;
         std::deque<Read> reads;
         std::deque<End> ends;
