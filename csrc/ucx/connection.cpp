@@ -50,11 +50,13 @@ std::size_t Outbox::num_waiting() {
 }
 
 UcxConnection::UcxConnection(std::shared_ptr<Endpoint> to,
-                             std::shared_ptr<const RemoteRegions> keys, std::string peer)
+                             std::shared_ptr<const RemoteRegions> keys, std::string peer,
+                             std::shared_ptr<Endpoint> spare)
     : name(std::move(peer)),
       endpoint(std::move(to)),
       regions(std::move(keys)),
       number(endpoint->is_one_sided() ? 0 : new_served_number()),
+      spare_(std::move(spare)),
       outbox_(endpoint) {
     if (number != 0) {
         send(make_header({.kind = ServedKind::kOpen, .connection = number}),

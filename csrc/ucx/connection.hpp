@@ -52,7 +52,7 @@ class Outbox {
 class UcxConnection final : public transfer::Connection {
   public:
     UcxConnection(std::shared_ptr<Endpoint> to, std::shared_ptr<const RemoteRegions> keys,
-                  std::string peer);
+                  std::string peer, std::shared_ptr<Endpoint> spare = {});
     UcxConnection(const UcxConnection&) = delete;
     UcxConnection& operator=(const UcxConnection&) = delete;
     ~UcxConnection() override;
@@ -81,6 +81,8 @@ class UcxConnection final : public transfer::Connection {
     const std::uint64_t number;
 
   private:
+    /// One that is not used, but whose end would be that of the peer's own connection.
+    const std::shared_ptr<Endpoint> spare_;
     Outbox outbox_;
 };
 

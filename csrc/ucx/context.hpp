@@ -85,6 +85,7 @@ class MemoryHandle : LiveCounted<MemoryHandle> {
     [[nodiscard]] std::uint64_t address() const noexcept { return address_; }
     [[nodiscard]] std::uint64_t length() const noexcept { return length_; }
     [[nodiscard]] capi::Memory handle() const noexcept { return handle_; }
+    [[nodiscard]] bool is_allocated() const noexcept { return is_allocated_; }
     [[nodiscard]] const std::shared_ptr<Context>& context() const noexcept { return context_; }
     /// What a peer unpacks to reach the memory; as opaque as UCX makes it.
     [[nodiscard]] std::string pack() const;

@@ -39,6 +39,11 @@ capi::MemoryType memory_type(Memory memory) {
     }
 }
 
+bool can_map(const RemoteRegions& regions) {
+    return std::any_of(regions.all().begin(), regions.all().end(),
+                       [](const auto& entry) { return entry.second.direct != nullptr; });
+}
+
 /// Whether the peer serves these rows: neither a transport nor a mapping reaches all of them.
 bool is_served(const UcxConnection& connection, const transfer::RowPairs& rows) {
     const RemoteRegion* hint = nullptr;
@@ -262,8 +267,19 @@ std::unique_ptr<transfer::Connection> UcxDriver::connect(const std::string& name
     }
     auto endpoint = Endpoint::create(worker_, description.address, errors_);
     auto regions = unpack_regions(endpoint, description);
-    auto connection =
-        std::make_unique<UcxConnection>(std::move(endpoint), std::move(regions), name);
+    std::shared_ptr<Endpoint> spare;
+    if (is_on_this_host(description) && !can_map(*regions)) {
+        // Where the peer has connected before, UCX makes an endpoint out of that connection, and
+        // knows only the transports that take part in it. The next one knows all.
+        auto second = Endpoint::create(worker_, description.address, errors_);
+        auto mapped = unpack_regions(second, description);
+        if (can_map(*mapped)) {
+            spare = std::exchange(endpoint, std::move(second));
+            regions = std::move(mapped);
+        }
+    }
+    auto connection = std::make_unique<UcxConnection>(std::move(endpoint), std::move(regions), name,
+                                                      std::move(spare));
     // Connects now, not with the first transfer, and tells from then on when the peer is gone.
     connection->send(kPing, {});
     return connection;

@@ -1,6 +1,9 @@
 #include "ucx/regions.hpp"
 
+#include <algorithm>
+#include <fstream>
 #include <limits>
+#include <string>
 
 #include "base/bytes.hpp"
 
@@ -8,11 +11,23 @@ namespace pynixlkv::ucx {
 
 namespace {
 
-constexpr std::string_view kMagic = "pnkvucx1";
+constexpr std::string_view kMagic = "pnkvucx2";
 // Sizes seen are 60 to 300 bytes; a device adds some tens.
 constexpr std::size_t kMaxAddressBytes = 1U << 16U;
 constexpr std::size_t kMaxKeyBytes = 1U << 12U;
 constexpr std::size_t kRegionBytes = 3 * sizeof(std::uint64_t) + sizeof(std::uint32_t);
+constexpr std::size_t kMaxHostBytes = 64;
+
+/// What Linux calls this start of this machine; empty where it does not say.
+const std::string& this_host() {
+    static const std::string name = [] {
+        std::string line;
+        std::ifstream file("/proc/sys/kernel/random/boot_id");
+        std::getline(file, line);
+        return line;
+    }();
+    return name;
+}
 
 }  // namespace
 
@@ -22,6 +37,10 @@ std::string describe(capi::ErrorMode errors, const std::string& address,
     out.put_raw(kMagic);
     out.put(static_cast<std::uint8_t>(errors));
     out.put_bytes(address);
+    const bool can_be_mapped =
+        std::any_of(regions.all().begin(), regions.all().end(),
+                    [](const auto& entry) { return entry.second.memory->is_allocated(); });
+    out.put_bytes(can_be_mapped ? this_host() : "");
     out.put(static_cast<std::uint32_t>(regions.all().size()));
     for (const auto& [key, region] : regions.all()) {
         out.put(region.span.row.address);
@@ -50,6 +69,11 @@ Description read_description(std::string_view bytes) {
                     text("the UCX address of the peer has ", description.address.size(),
                          " bytes; expected 1 to ", kMaxAddressBytes));
     }
+    description.host = in.get_bytes();
+    if (description.host.size() > kMaxHostBytes) {
+        throw Error("WireError", text("the name of the peer's host has ", description.host.size(),
+                                      " bytes; expected up to ", kMaxHostBytes));
+    }
     const auto count = in.get<std::uint32_t>();
     if (count > bytes.size() / kRegionBytes) {
         throw Error("WireError", text("the UCX metadata of the peer promise ", count,
@@ -75,6 +99,10 @@ Description read_description(std::string_view bytes) {
     }
     in.require_end();
     return description;
+}
+
+bool is_on_this_host(const Description& description) {
+    return !description.host.empty() && description.host == this_host();
 }
 
 std::shared_ptr<const RemoteRegions> unpack_regions(const std::shared_ptr<Endpoint>& endpoint,

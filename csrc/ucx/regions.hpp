@@ -68,8 +68,8 @@ struct RemoteRegion {
 using LocalRegions = RegionMap<LocalRegion>;
 using RemoteRegions = RegionMap<RemoteRegion>;
 
-/// What a peer must know: how errors are handled, the worker's address, and a key for each
-/// registered span.
+/// What a peer must know: how errors are handled, the worker's address, the host if there is memory
+/// that a process of it may map, and a key for each registered span.
 struct Description {
     struct Region {
         Row row;
@@ -77,6 +77,7 @@ struct Description {
     };
     capi::ErrorMode errors = capi::kErrorPeer;
     std::string_view address;
+    std::string_view host;
     std::vector<Region> regions;
 };
 
@@ -86,6 +87,9 @@ struct Description {
 /// @return views into the bytes
 /// @throws Error WireError for anything that `describe` does not write
 [[nodiscard]] Description read_description(std::string_view bytes);
+
+/// Whether the peer has memory that may be mapped here.
+[[nodiscard]] bool is_on_this_host(const Description& description);
 
 /// Unpack the keys of a peer.
 [[nodiscard]] std::shared_ptr<const RemoteRegions> unpack_regions(

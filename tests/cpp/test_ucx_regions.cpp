@@ -15,9 +15,10 @@ namespace {
 /// What describe() writes for two regions, written by hand: describe() itself needs a library.
 std::string description() {
     ByteWriter out;
-    out.put_raw("pnkvucx1");
+    out.put_raw("pnkvucx2");
     out.put(std::uint8_t{1});
     out.put_bytes("the worker's address");
+    out.put_bytes("the host");
     out.put(std::uint32_t{2});
     for (const std::uint64_t base : {0x1000U, 0x9000U}) {
         out.put(base);
@@ -45,6 +46,8 @@ TEST_CASE("a description is read as it was written") {
     const Description read = read_description(bytes);
     CHECK(read.errors == capi::kErrorPeer);
     CHECK_EQ(read.address, "the worker's address");
+    CHECK_EQ(read.host, "the host");
+    CHECK(!is_on_this_host(read));
     CHECK_EQ(read.regions.size(), std::size_t{2});
     CHECK((read.regions[1].row == Row{0x9000, 0x100, 3}));
     CHECK_EQ(read.regions[1].packed_key, "a packed key");
@@ -61,11 +64,12 @@ TEST_CASE("a description that ends early or late is refused at every length") {
 TEST_CASE("impossible regions, addresses and counts are refused") {
     const auto with = [](std::uint64_t base, std::uint64_t length, std::string_view key,
                          std::string_view address = "a", std::uint32_t count = 1,
-                         std::uint8_t errors = 1) {
+                         std::uint8_t errors = 1, std::string_view host = "") {
         ByteWriter out;
-        out.put_raw("pnkvucx1");
+        out.put_raw("pnkvucx2");
         out.put(errors);
         out.put_bytes(address);
+        out.put_bytes(host);
         out.put(count);
         out.put(base);
         out.put(length);
@@ -83,7 +87,9 @@ TEST_CASE("impossible regions, addresses and counts are refused") {
     CHECK(is_refused(with(1, 1, "k", "a", 2)));
     CHECK(is_refused(with(1, 1, "k", "a", 0xFFFFFFFFU)));
     CHECK(is_refused(with(1, 1, "k", "a", 1, 2)));
-    CHECK(is_refused("pnkvucx2" + with(1, 1, "k").substr(8)));
+    CHECK(!is_refused(with(1, 1, "k", "a", 1, 1, "a host")));
+    CHECK(is_refused(with(1, 1, "k", "a", 1, 1, std::string(65, 'h'))));
+    CHECK(is_refused("pnkvucx1" + with(1, 1, "k").substr(8)));
 }
 
 TEST_CASE("no mutation is read beyond its end") {
