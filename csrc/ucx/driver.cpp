@@ -270,11 +270,12 @@ std::unique_ptr<transfer::Connection> UcxDriver::connect(const std::string& name
     std::shared_ptr<Endpoint> spare;
     if (is_on_this_host(description) && !can_map(*regions)) {
         // Where the peer has connected before, UCX makes an endpoint out of that connection, and
-        // knows only the transports that take part in it. The next one knows all.
-        auto second = Endpoint::create(worker_, description.address, errors_);
-        auto mapped = unpack_regions(second, description);
+        // knows only the transports that take part in it. The next one knows all. The other one is
+        // kept: its end would be that of the peer's connection.
+        spare = Endpoint::create(worker_, description.address, errors_);
+        auto mapped = unpack_regions(spare, description);
         if (can_map(*mapped)) {
-            spare = std::exchange(endpoint, std::move(second));
+            std::swap(endpoint, spare);
             regions = std::move(mapped);
         }
     }
