@@ -77,26 +77,21 @@ ServedOperation::ServedOperation(std::shared_ptr<ServedOperations> all, UcxConne
       endpoint_(connection.endpoint),
       connection_(connection),
       op_(op),
-      number_(all_->add(this)),
       completion_(endpoint_->worker()->library()) {
     const LocalRegion* local = nullptr;
     const RemoteRegion* remote = nullptr;
-    try {
-        parts_.reserve(rows.local.size());
-        for (std::size_t i = 0; i < rows.local.size(); ++i) {
-            (void)local_regions.find(rows.local[i], local);
-            (void)connection.regions->find(rows.remote[i], remote);
-            parts_.push_back({rows.local[i].address, rows.remote[i].address, rows.local[i].length});
-            total_ += rows.local[i].length;
-        }
-    } catch (...) {
-        all_->remove(number_);
-        throw;
+    parts_.reserve(rows.local.size());
+    for (std::size_t i = 0; i < rows.local.size(); ++i) {
+        (void)local_regions.find(rows.local[i], local);
+        (void)connection.regions->find(rows.remote[i], remote);
+        parts_.push_back({rows.local[i].address, rows.remote[i].address, rows.local[i].length});
+        total_ += rows.local[i].length;
     }
     due_ = total_;
 }
 
 void ServedOperation::post() {
+    number_ = all_->add(this);
     if (op_ == Op::kRead) {
         ask();
     } else {

@@ -100,8 +100,8 @@ class ServedOperation final : public transfer::Operation {
     const std::shared_ptr<Endpoint> endpoint_;
     UcxConnection& connection_;
     const transfer::Op op_;
-    const std::uint64_t number_;
-    Completion completion_;  ///< of pieces that are written
+    std::uint64_t number_ = 0;  ///< from `post` on
+    Completion completion_;     ///< of pieces that are written
     std::vector<Part> parts_;
     std::uint64_t total_ = 0;
     std::uint64_t due_ = 0;     ///< bytes of a read that have not arrived

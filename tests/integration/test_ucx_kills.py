@@ -238,14 +238,19 @@ def serve(peer, config):
         peer.send("found it dead")
 
 
-def ask_for_much(peer, config, hello, there):
-    """Ask for far more bytes than a connection holds."""
+def begin_to_read(peer, config, hello):
+    """Connect to an owner that has connected to here."""
     agent = UcxAgent("reader", config=config)
     pool = np.zeros(SIZE, dtype=np.uint8)
     agent.register(pool)
     peer.send(agent.hello())
     peer.receive()
-    owner = agent.connect(hello)
+    return agent, pool, agent.connect(hello)
+
+
+def ask_for_much(peer, config, hello, there):
+    """Ask for far more bytes than a connection holds."""
+    agent, pool, owner = begin_to_read(peer, config, hello)
     reads = [
         agent.read_descriptors(
             owner, rows(address(pool), (0, SIZE)), rows(there, (0, SIZE)), timeout=WAIT_S
@@ -289,12 +294,7 @@ def test_an_owner_outlives_readers_that_it_owes_bytes(start_peer):
 
 def ask_and_be_killed(peer, config, op, hello, there):
     """Read all; then post far more when told so, to an owner that stands still."""
-    agent = UcxAgent("reader", config=config)
-    pool = np.zeros(SIZE, dtype=np.uint8)
-    agent.register(pool)
-    peer.send(agent.hello())
-    peer.receive()
-    owner = agent.connect(hello)
+    agent, pool, owner = begin_to_read(peer, config, hello)
     pieces = range(SIZE // PIECE)
     ends = scattered(address(pool), pieces), scattered(there, pieces)
     agent.read_descriptors(owner, *ends).wait(WAIT_S)
