@@ -123,7 +123,6 @@ VLLM_PIP := $(VLLM_PY) -m pip --disable-pip-version-check -q
 
 .PHONY: test-vllm
 test-vllm: .venv-vllm/.installed  ## real vLLM engines, prefill and decode, on the CPU
-	$(VLLM_PY) .ci/check_docstrings.py pynixlkv.vllm
 	.venv-vllm/bin/pytest tests/vllm --junitxml=build/pytest-vllm.xml
 
 .PHONY: test-vllm-ci
@@ -149,7 +148,20 @@ lint: build $(VENV)/.lint-deps  ## formatting, style, layers, docstrings, spelli
 typing: build $(VENV)/.lint-deps  ## mypy, and the stubs against the built modules
 	$(PY) -m mypy
 	$(PY) -m mypy.stubtest pynixlkv._kernels --allowlist .ci/stubtest-allowlist.txt
-	$(PY) .ci/check_native_stub.py
+	$(call make_stubs,build/stubs)
+	diff -ru pynixlkv/_native build/stubs/pynixlkv/_native
+
+# The stubs of the pybind11 module are what it says of itself.
+define make_stubs
+	rm -rf $(1)/pynixlkv/_native
+	$(PY) -m pybind11_stubgen pynixlkv._native -o $(1) --numpy-array-use-type-var --exit-code
+	$(PY) -m ruff check -q --isolated --select F401,I,UP --fix $(1)/pynixlkv/_native
+	$(PY) -m ruff format -q $(1)/pynixlkv/_native
+endef
+
+.PHONY: stubs
+stubs: build $(VENV)/.lint-deps  ## write the stubs of the native module anew
+	$(call make_stubs,.)
 
 .PHONY: format
 format: $(VENV)/.lint-deps  ## rewrite Python and C++ files in the project's format

@@ -23,7 +23,7 @@ from pynixlkv.errors import LibraryNotFoundError, LibraryVersionError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from pynixlkv._native import NixlLibrary, UcxLibrary
+    from pynixlkv import _native
 
 __all__ = [
     "LibraryLocation",
@@ -301,15 +301,15 @@ def find_ucx() -> LibraryLocation:
 
 
 _lock = threading.Lock()
-_loaded: tuple[LibraryLocation, NixlLibrary] | None = None
+_loaded: tuple[LibraryLocation, _native.nixl.Library] | None = None
 
 
-def load_nixl() -> NixlLibrary:
+def load_nixl() -> _native.nixl.Library:
     """Open NIXL once and return it.
 
     Returns
     -------
-    NixlLibrary
+    _native.nixl.Library
         The same object on every call of a process, whatever the environment says later: a second
         NIXL in one process would have plugins and loggers of its own.
 
@@ -325,13 +325,13 @@ def load_nixl() -> NixlLibrary:
     Starts no thread and opens no device. Safe from several threads.
     """
     global _loaded
-    from pynixlkv._native import NixlLibrary
+    from pynixlkv import _native
 
     with _lock:
         if _loaded is None:
             location = find_nixl()
             try:
-                library = NixlLibrary(location.path)
+                library = _native.nixl.Library(location.path)
             except LibraryNotFoundError as error:
                 about = f"{location.origin} {location.version}".rstrip()
                 raise type(error)(
@@ -349,15 +349,15 @@ def nixl_version() -> str:
     return (location.version if location is not None else "") or library.version or "unknown"
 
 
-_loaded_ucx: tuple[LibraryLocation, UcxLibrary] | None = None
+_loaded_ucx: tuple[LibraryLocation, _native.ucx.Library] | None = None
 
 
-def load_ucx() -> UcxLibrary:
+def load_ucx() -> _native.ucx.Library:
     """Open UCX once and return it.
 
     Returns
     -------
-    UcxLibrary
+    _native.ucx.Library
         The same object on every call of a process, whatever the environment says later.
 
     Raises
@@ -373,7 +373,7 @@ def load_ucx() -> UcxLibrary:
     device. Safe from several threads.
     """
     global _loaded_ucx
-    from pynixlkv._native import UcxLibrary
+    from pynixlkv import _native
 
     with _lock:
         if _loaded_ucx is None:
@@ -384,7 +384,7 @@ def load_ucx() -> UcxLibrary:
                     for name in _UCX_WHEEL_LIBRARIES[:-1]:
                         if path.with_name(name).is_file():
                             ctypes.CDLL(str(path.with_name(name)), ctypes.RTLD_LOCAL)
-                library = UcxLibrary(location.path)
+                library = _native.ucx.Library(location.path)
             except (LibraryNotFoundError, OSError) as error:
                 kind = type(error) if isinstance(error, LibraryNotFoundError) else None
                 about = f"{location.origin} {location.version}".rstrip()

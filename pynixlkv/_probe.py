@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from pynixlkv import _native
 from pynixlkv._loader import _mapped_files
-from pynixlkv._native import NixlAgent, NixlLibrary
 from pynixlkv.errors import NixlError
 from pynixlkv.types import MemoryType
 
@@ -24,7 +24,7 @@ _UCP_FEATURE_RMA = 1 << 1
 _UCP_FEATURE_AM = 1 << 6
 
 
-def probe_plugins(agent: NixlAgent) -> list[dict[str, object]]:
+def probe_plugins(agent: _native.nixl.Agent) -> list[dict[str, object]]:
     """Load each plugin and return what it declares or why it cannot be loaded."""
     plugins: list[dict[str, object]] = []
     for name in agent.available_plugins():
@@ -85,8 +85,8 @@ def probe_ucx() -> tuple[str, list[str]]:
 
 def main(path: str) -> None:
     """Probe the library and print the result."""
-    agent = NixlAgent(
-        NixlLibrary(path),
+    agent = _native.nixl.Agent(
+        _native.nixl.Library(path),
         "pynixlkv-probe",
         progress_thread=False,
         listen_thread=False,

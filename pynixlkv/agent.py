@@ -132,7 +132,7 @@ class Peer:
         What the peer's hello described.
     """
 
-    def __init__(self, native: _native.EnginePeer, geometries: Sequence[Geometry]) -> None:
+    def __init__(self, native: _native.transfer.Peer, geometries: Sequence[Geometry]) -> None:
         self._native = native
         self._geometries = tuple(geometries)
         self._plans: weakref.WeakSet[TransferPlan] = weakref.WeakSet()
@@ -185,7 +185,10 @@ class Registration:
     """
 
     def __init__(
-        self, agent: EngineAgent, native: _native.EngineRegistration, spans: tuple[MemorySpan, ...]
+        self,
+        agent: EngineAgent,
+        native: _native.transfer.Registration,
+        spans: tuple[MemorySpan, ...],
     ) -> None:
         self._agent = weakref.ref(agent)
         self._native = native
@@ -248,7 +251,7 @@ class Transfer(Closeable):
     still arrive until `is_quiet`: the buffers must not be reused before. Safe from several threads.
     """
 
-    def __init__(self, agent: EngineAgent, native: _native.EngineTransfer, peer: Peer) -> None:
+    def __init__(self, agent: EngineAgent, native: _native.transfer.Transfer, peer: Peer) -> None:
         self._agent = agent
         self._native = native
         self._peer = peer

@@ -55,13 +55,13 @@ _EXIT_TIMEOUT_S = 1.0
 class _Completions:
     """Wakes the event loops that await transfers of one agent, through one file descriptor."""
 
-    def __init__(self, native: _native.Engine) -> None:
+    def __init__(self, native: _native.transfer.Engine) -> None:
         self._native = native
         self._lock = threading.Lock()
         self._waiting: dict[int, list[asyncio.Future[None]]] = {}
         self._loops: dict[asyncio.AbstractEventLoop, int] = {}
 
-    async def wait(self, transfer: _native.EngineTransfer) -> None:
+    async def wait(self, transfer: _native.transfer.Transfer) -> None:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         with self._lock:
@@ -118,7 +118,7 @@ class EngineAgent(Closeable):
 
     def __init__(
         self,
-        make_engine: Callable[[bytes], _native.Engine],
+        make_engine: Callable[[bytes], _native.transfer.Engine],
         *,
         engine_version: str,
         secret: bytes | str | None = None,
@@ -130,7 +130,7 @@ class EngineAgent(Closeable):
         self._native = native = make_engine(self._incarnation)
         self._completions = _Completions(native)
         self._registrations: dict[int, Registration] = {}
-        self._programs: weakref.WeakKeyDictionary[TransferPlan, _native.EnginePlan] = (
+        self._programs: weakref.WeakKeyDictionary[TransferPlan, _native.transfer.Plan] = (
             weakref.WeakKeyDictionary()
         )
         self._close_lock = threading.Lock()
@@ -488,10 +488,10 @@ class EngineAgent(Closeable):
         )  # fmt: skip
         return Transfer(self, native, peer)
 
-    def _program(self, plan: TransferPlan) -> _native.EnginePlan:
+    def _program(self, plan: TransferPlan) -> _native.transfer.Plan:
         program = self._programs.get(plan)
         if program is None:
-            program = self._programs[plan] = _native.EnginePlan(plan.program)
+            program = self._programs[plan] = _native.transfer.Plan(plan.program)
         return program
 
     def _check_plan(self, peer: Peer, plan: TransferPlan) -> None:
@@ -639,7 +639,7 @@ class _Keeper:
 
     def __init__(self) -> None:
         self._live: weakref.WeakSet[EngineAgent] = weakref.WeakSet()
-        self._parked: list[tuple[_native.Engine, object]] = []
+        self._parked: list[tuple[_native.transfer.Engine, object]] = []
         self._pid = os.getpid()
 
     def add(self, agent: EngineAgent) -> None:
@@ -652,7 +652,7 @@ class _Keeper:
         self._parked = [(engine, kept) for engine, kept in self._parked if not engine.is_closed]
         return len(self._parked)
 
-    def park(self, engine: _native.Engine, kept: object) -> None:
+    def park(self, engine: _native.transfer.Engine, kept: object) -> None:
         self._parked.append((engine, kept))
 
     def stop_all(self) -> None:

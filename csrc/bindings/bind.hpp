@@ -1,15 +1,15 @@
 /// @file
-/// One bind function per room.
+/// One bind function per folder of csrc.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace pynixlkv::bindings {
 
-void bind_base(pybind11::module_& m);
-void bind_buffer(pybind11::module_& m);
-void bind_nixl(pybind11::module_& m);
-void bind_transfer(pybind11::module_& m);
-void bind_ucx(pybind11::module_& m);
+void bind_base(pybind11::module_ m);
+void bind_buffer(pybind11::module_ m);
+void bind_nixl(pybind11::module_ m);
+void bind_transfer(pybind11::module_ m);
+void bind_ucx(pybind11::module_ m);
 
 }  // namespace pynixlkv::bindings

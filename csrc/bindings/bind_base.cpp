@@ -6,7 +6,7 @@
 
 namespace pynixlkv::bindings {
 
-void bind_base(pybind11::module_& m) {
+void bind_base(pybind11::module_ m) {
     m.def("live_counts", &LiveCounters::snapshot);
 }
 

@@ -86,7 +86,7 @@ auto without_gil(Body&& body) {
 }
 
 void bind_owners(py::module_& m) {
-    py::class_<PyLibrary>(m, "NixlLibrary")
+    py::class_<PyLibrary>(m, "Library")
         .def(py::init([](const std::string& path) {
                  return PyLibrary(without_gil([&] { return Library::open(path); }));
              }),
@@ -94,10 +94,11 @@ void bind_owners(py::module_& m) {
         .def_property_readonly("path", [](const PyLibrary& self) { return self->path(); })
         .def_property_readonly("version", [](const PyLibrary& self) { return self->version(); });
 
-    py::class_<PyBackend>(m, "NixlBackend")
-        .def_property_readonly("type", [](const PyBackend& self) { return self->type(); });
+    py::class_<PyBackend>(m, "Backend").def_property_readonly("type", [](const PyBackend& self) {
+        return self->type();
+    });
 
-    py::class_<PyRegistration>(m, "NixlRegistration")
+    py::class_<PyRegistration>(m, "Registration")
         .def(
             "release", [](const PyRegistration& self) { self->release(); }, NoGil())
         .def_property_readonly("is_active",
@@ -105,7 +106,7 @@ void bind_owners(py::module_& m) {
         .def_property_readonly("num_users",
                                [](const PyRegistration& self) { return self->num_users(); });
 
-    py::class_<PyPrepared>(m, "NixlPreparedList")
+    py::class_<PyPrepared>(m, "PreparedList")
         .def(
             "release", [](const PyPrepared& self) { self->release(); }, NoGil())
         .def("__len__", [](const PyPrepared& self) { return self->size(); })
@@ -117,7 +118,7 @@ void bind_owners(py::module_& m) {
         .def_property_readonly("num_users",
                                [](const PyPrepared& self) { return self->num_users(); });
 
-    py::class_<PyRequest>(m, "NixlRequest")
+    py::class_<PyRequest>(m, "Request")
         .def(
             "post",
             [](const PyRequest& self, const std::optional<std::string>& notification) {
@@ -155,7 +156,7 @@ void bind_owners(py::module_& m) {
 }
 
 void bind_agent(py::module_& m) {
-    py::class_<PyAgent>(m, "NixlAgent")
+    py::class_<PyAgent>(m, "Agent")
         .def(py::init([](const PyLibrary& library, const std::string& name, bool progress_thread,
                          bool listen_thread, std::uint16_t listen_port, int thread_sync,
                          std::uint64_t progress_delay_us, std::uint64_t listen_delay_us,
@@ -392,7 +393,7 @@ void bind_agent(py::module_& m) {
 
 }  // namespace
 
-void bind_nixl(py::module_& m) {
+void bind_nixl(py::module_ m) {
     bind_owners(m);
     bind_agent(m);
     // The one table of status codes, for those who want to list it: (code, name, kind).
@@ -400,7 +401,7 @@ void bind_nixl(py::module_& m) {
     for (const StatusInfo& info : kStatusTable) {
         table.append(py::make_tuple(static_cast<int>(info.status), info.name, info.kind));
     }
-    m.attr("NIXL_STATUS_TABLE") = py::tuple(table);
+    m.attr("STATUS_TABLE") = py::tuple(table);
 }
 
 }  // namespace pynixlkv::bindings

@@ -199,24 +199,24 @@ std::shared_ptr<Transfer> submit_plan(Engine& engine, int op, std::shared_ptr<Pe
 
 }  // namespace
 
-void bind_transfer(py::module_& m) {
-    py::classh<Registration>(m, "EngineRegistration")
+void bind_transfer(py::module_ m) {
+    py::classh<Registration>(m, "Registration")
         .def_property_readonly("uses", &Registration::uses)
         .def_property_readonly("is_open", &Registration::is_open);
 
-    py::classh<Peer>(m, "EnginePeer")
+    py::classh<Peer>(m, "Peer")
         .def_property_readonly("name", &Peer::name)
         .def_property_readonly("generation", &Peer::generation)
         .def_property_readonly("state", [](const Peer& p) { return static_cast<int>(p.state()); })
         .def_property_readonly("reason", &Peer::reason);
 
-    py::classh<EnginePlan>(m, "EnginePlan")
-        .def(py::init([](const py::array_t<std::uint64_t, py::array::c_style>& program) {
+    py::classh<EnginePlan>(m, "Plan").def(
+        py::init([](const py::array_t<std::uint64_t, py::array::c_style>& program) {
             const auto size = static_cast<std::size_t>(program.size());
             return std::make_shared<EnginePlan>(std::span(program.data(), size));
         }));
 
-    py::classh<Transfer>(m, "EngineTransfer")
+    py::classh<Transfer>(m, "Transfer")
         .def_property_readonly("id", &Transfer::id)
         .def_property_readonly("state",
                                [](const Transfer& t) { return static_cast<int>(t.state()); })

@@ -160,7 +160,7 @@ Shared<Batch> make_batch(const PyMemory& local, const PyKey& key, std::uint64_t 
 }
 
 void bind_memory(py::module_& m) {
-    py::class_<PyLibrary>(m, "UcxLibrary")
+    py::class_<PyLibrary>(m, "Library")
         .def(py::init([](const std::string& path) {
                  return PyLibrary(without_gil([&] { return Library::open(path); }));
              }),
@@ -168,7 +168,7 @@ void bind_memory(py::module_& m) {
         .def_property_readonly("path", [](const PyLibrary& self) { return self->path(); })
         .def_property_readonly("version", [](const PyLibrary& self) { return self->version(); });
 
-    py::class_<PyContext>(m, "UcxContext")
+    py::class_<PyContext>(m, "Context")
         .def(py::init([](const PyLibrary& library, const ConfigMap& config) {
                  return PyContext(
                      without_gil([&] { return Context::create(library.ptr(), config); }));
@@ -177,7 +177,7 @@ void bind_memory(py::module_& m) {
         .def_property_readonly("config", [](const PyContext& self) { return self->config(); });
 
     // A writable buffer over the memory; whoever views it keeps it mapped.
-    py::class_<PyMemory>(m, "UcxMemory", py::buffer_protocol())
+    py::class_<PyMemory>(m, "Memory", py::buffer_protocol())
         .def_static(
             "allocate",
             [](const PyContext& context, std::uint64_t length) {
@@ -218,7 +218,7 @@ void bind_memory(py::module_& m) {
 }
 
 void bind_connections(py::module_& m) {
-    py::class_<PyWorker>(m, "UcxWorker")
+    py::class_<PyWorker>(m, "Worker")
         .def(py::init([](const PyContext& context, bool single_thread) {
                  return std::make_unique<PyWorker>(context.ptr(), single_thread);
              }),
@@ -258,7 +258,7 @@ void bind_connections(py::module_& m) {
         .def("open_inbox", &PyWorker::open_inbox, py::arg("id"), NoGil())
         .def("take", &PyWorker::take, py::arg("id"), py::arg("timeout"));
 
-    py::class_<PyRequest>(m, "UcxRequest")
+    py::class_<PyRequest>(m, "Request")
         .def_property_readonly("is_done",
                                [](const PyRequest& self) {
                                    return without_gil([&] {
@@ -290,7 +290,7 @@ void bind_connections(py::module_& m) {
             },
             py::arg("timeout"), py::arg("spin"));
 
-    py::class_<PyEndpoint, std::shared_ptr<PyEndpoint>>(m, "UcxEndpoint")
+    py::class_<PyEndpoint, std::shared_ptr<PyEndpoint>>(m, "Endpoint")
         .def(py::init([](const PyWorker& worker, const std::string& address, bool error_handling) {
                  return std::make_shared<PyEndpoint>(without_gil([&] {
                      const auto inside = worker->enter();
@@ -349,7 +349,7 @@ void bind_connections(py::module_& m) {
             });
         });
 
-    py::class_<PyListener>(m, "UcxListener")
+    py::class_<PyListener>(m, "Listener")
         .def(py::init([](const PyWorker& worker, const std::string& ip, std::uint16_t port) {
                  return PyListener(without_gil([&] {
                      const auto inside = worker->enter();
@@ -380,7 +380,7 @@ void bind_connections(py::module_& m) {
             },
             NoGil());
 
-    py::class_<PyKey>(m, "UcxRemoteKey")
+    py::class_<PyKey>(m, "RemoteKey")
         .def(py::init([](const PyEndpoint& endpoint, const std::string& packed) {
                  return PyKey(without_gil([&] {
                      const auto inside = endpoint->worker()->enter();
@@ -398,7 +398,7 @@ void bind_connections(py::module_& m) {
             },
             py::arg("address"));
 
-    py::class_<Shared<Batch>>(m, "UcxBatch")
+    py::class_<Shared<Batch>>(m, "Batch")
         .def(py::init(&make_batch), py::arg("local"), py::arg("key"), py::arg("remote"),
              py::arg("places"), py::arg("length"), py::arg("is_get"), py::arg("window"),
              py::arg("is_timed"))
@@ -418,13 +418,13 @@ void bind_connections(py::module_& m) {
             },
             py::arg("timeout"), py::arg("spin"));
 
-    m.def("ucx_move", &move, py::arg("local"), py::arg("offset"), py::arg("key"), py::arg("remote"),
+    m.def("move", &move, py::arg("local"), py::arg("offset"), py::arg("key"), py::arg("remote"),
           py::arg("length"), py::arg("is_get"), NoGil());
 }
 
 }  // namespace
 
-void bind_ucx(py::module_& m) {
+void bind_ucx(py::module_ m) {
     bind_memory(m);
     bind_connections(m);
     // The one table of status codes, for those who want to list it: (code, name, kind).
@@ -432,7 +432,7 @@ void bind_ucx(py::module_& m) {
     for (const StatusInfo& info : kStatusTable) {
         table.append(py::make_tuple(static_cast<int>(info.status), info.name, info.kind));
     }
-    m.attr("UCX_STATUS_TABLE") = py::tuple(table);
+    m.attr("STATUS_TABLE") = py::tuple(table);
 }
 
 }  // namespace pynixlkv::bindings

@@ -1,28 +1,30 @@
 /// @file
-/// pynixlkv._native: objects with a life. Calls one bind function per room and nothing else.
+/// pynixlkv._native: objects with a life. Calls one bind function per folder of csrc.
 #include <pybind11/pybind11.h>
 
 #include "bindings/bind.hpp"
 #include "bindings/py_error.hpp"
 
 namespace py = pybind11;
+namespace bindings = pynixlkv::bindings;
 
 PYBIND11_MODULE(_native, m) {
-    m.doc() = "Native objects of pynixlkv: agents, registrations, transfers.";
+    m.doc() =
+        "Native objects of pynixlkv. Private: the modules of the package are the public side.";
     py::register_local_exception_translator([](std::exception_ptr p) {
         if (p) {
             try {
                 std::rethrow_exception(p);
             } catch (...) {
-                if (!pynixlkv::bindings::translate_current_exception()) {
+                if (!bindings::translate_current_exception()) {
                     throw;
                 }
             }
         }
     });
-    pynixlkv::bindings::bind_base(m);
-    pynixlkv::bindings::bind_buffer(m);
-    pynixlkv::bindings::bind_nixl(m);
-    pynixlkv::bindings::bind_ucx(m);
-    pynixlkv::bindings::bind_transfer(m);
+    bindings::bind_base(m);
+    bindings::bind_buffer(m);
+    bindings::bind_nixl(m.def_submodule("nixl", "NIXL's verbs."));
+    bindings::bind_ucx(m.def_submodule("ucx", "UCX's verbs."));
+    bindings::bind_transfer(m.def_submodule("transfer", "Agents, peers, memory, transfers."));
 }

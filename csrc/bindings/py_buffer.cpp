@@ -141,7 +141,7 @@ void Buffer::take_dlpack(const py::object& source) {
     keepalive_ = capsule;  // not consumed, so that its own finalizer gives the tensor back
 }
 
-void bind_buffer(py::module_& m) {
+void bind_buffer(py::module_ m) {
     py::class_<Buffer>(m, "Buffer")
         .def(py::init<const py::object&>(), py::arg("source"))
         .def_property_readonly("address", &Buffer::address)

@@ -51,6 +51,11 @@ inline std::shared_ptr<void> keep_alive(const pybind11::object& object) {
             }};
 }
 
+/// A parameter that takes Python's bytes and nothing else.
+struct Bytes {
+    std::string value;
+};
+
 /// Names come from other processes: whatever bytes they hold, they must not make a call fail.
 inline pybind11::str name_of(const std::string& name) {
     PyObject* decoded =
@@ -62,3 +67,21 @@ inline pybind11::str name_of(const std::string& name) {
 }
 
 }  // namespace pynixlkv::bindings
+
+namespace pybind11::detail {
+
+template <>
+struct type_caster<pynixlkv::bindings::Bytes> {
+    PYBIND11_TYPE_CASTER(pynixlkv::bindings::Bytes, const_name("bytes"));
+
+    bool load(handle source, bool /*convert*/) {
+        if (!PyBytes_Check(source.ptr())) {
+            return false;
+        }
+        value.value.assign(PyBytes_AS_STRING(source.ptr()),
+                           static_cast<std::size_t>(PyBytes_GET_SIZE(source.ptr())));
+        return true;
+    }
+};
+
+}  // namespace pybind11::detail

@@ -286,7 +286,7 @@ def _seconds(value: float | None) -> float:
 class Backend:
     """A transport or storage engine of an agent; made by `Agent.create_backend`."""
 
-    def __init__(self, agent_name: AgentName, native: _native.NixlBackend) -> None:
+    def __init__(self, agent_name: AgentName, native: _native.nixl.Backend) -> None:
         self._agent_name = agent_name  # not the agent, which holds this
         self._native = native
 
@@ -336,7 +336,7 @@ class Registration(_Owner):
     def __init__(
         self,
         agent: Agent,
-        native: _native.NixlRegistration,
+        native: _native.nixl.Registration,
         memory_type: MemoryType,
         descriptors: Rows,
     ) -> None:
@@ -395,7 +395,7 @@ class Registration(_Owner):
 class PreparedList(_Owner):
     """Descriptors that NIXL has prepared; made by `Agent.prep_xfer_dlist`."""
 
-    def __init__(self, agent: Agent, native: _native.NixlPreparedList) -> None:
+    def __init__(self, agent: Agent, native: _native.nixl.PreparedList) -> None:
         self._native = native
         self._agent = agent
 
@@ -435,7 +435,7 @@ class PreparedList(_Owner):
 class Request(_Owner):
     """One transfer; made by `Agent.make_xfer_req` and `Agent.create_xfer_req`."""
 
-    def __init__(self, agent: Agent, native: _native.NixlRequest) -> None:
+    def __init__(self, agent: Agent, native: _native.nixl.Request) -> None:
         self._native = native
         self._agent = agent
 
@@ -515,7 +515,7 @@ class Agent(Closeable):
         self._config = config if config is not None else AgentConfig()
         if not isinstance(name, str):
             raise ConfigError(f"the name of an agent is {name!r}; it must be a str")
-        self._native = _native.NixlAgent(load_nixl(), name, **asdict(self._config))
+        self._native = _native.nixl.Agent(load_nixl(), name, **asdict(self._config))
 
     # ---- life
 
@@ -1218,7 +1218,7 @@ class Agent(Closeable):
         )
 
 
-def _natives(backends: Sequence[Backend]) -> list[_native.NixlBackend]:
+def _natives(backends: Sequence[Backend]) -> list[_native.nixl.Backend]:
     return [backend._native for backend in backends]
 
 

@@ -77,9 +77,9 @@ class NixlAgent(EngineAgent):
         self._backend = backend
         self._backend_params = params
 
-        def make_engine(incarnation: bytes) -> _native.Engine:
+        def make_engine(incarnation: bytes) -> _native.transfer.Engine:
             try:
-                return _native.nixl_engine(
+                return _native.transfer.nixl_engine(
                     name, incarnation, library, backend, params, True, _PROGRESS_DELAY_US
                 )
             except NixlError as error:

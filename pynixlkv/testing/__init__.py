@@ -23,7 +23,7 @@ class FakeNetwork:
     """
 
     def __init__(self) -> None:
-        self._native = _native.FakeNetwork()
+        self._native = _native.transfer.FakeNetwork()
 
     def set_delay(self, agent: str, seconds: float) -> None:
         """Make operations to the agent take this long; half of each batch moves at once."""
@@ -77,7 +77,7 @@ class FakeAgent(EngineAgent):
     ) -> None:
         self._check_name(name)
         super().__init__(
-            lambda incarnation: _native.fake_engine(name, incarnation, network._native),
+            lambda incarnation: _native.transfer.fake_engine(name, incarnation, network._native),
             engine_version="1.0",
             secret=secret,
         )

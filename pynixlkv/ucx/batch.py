@@ -26,7 +26,7 @@ class Batch:
         Internal.
     """
 
-    def __init__(self, native: _native.UcxBatch, remote: RemoteKey) -> None:
+    def __init__(self, native: _native.ucx.Batch, remote: RemoteKey) -> None:
         self._native = native
         self._worker = remote.endpoint.worker
 
@@ -139,7 +139,7 @@ def _make(
                 f"piece {wrong[0]}, {nbytes} bytes at offset {offsets[wrong[0], column]}, does not "
                 f"lie inside the {size} bytes of the {side} memory"
             )
-    native = _native.UcxBatch(
+    native = _native.ucx.Batch(
         local._native,
         remote._native,
         remote.address,

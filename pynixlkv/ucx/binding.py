@@ -113,7 +113,7 @@ class Context:
     """
 
     def __init__(self, config: Mapping[str, str] | None = None) -> None:
-        self._native = _native.UcxContext(_loader.load_ucx(), dict(config or {}))
+        self._native = _native.ucx.Context(_loader.load_ucx(), dict(config or {}))
 
     @property
     def config(self) -> dict[str, str]:
@@ -144,7 +144,7 @@ class Context:
         kind = MemoryType(buffer.memory)
         if kind not in (MemoryType.DRAM, MemoryType.VRAM):
             raise ConfigError(f"UCX moves host and GPU memory, not {kind.name}")
-        native = _native.UcxMemory.map(
+        native = _native.ucx.Memory.map(
             self._native, buffer.address, buffer.nbytes, int(kind), buffer
         )
         return MemoryHandle(native, kind)
@@ -171,7 +171,7 @@ class Context:
         """
         if nbytes < 1:
             raise ConfigError(f"{nbytes} bytes cannot be allocated")
-        return MemoryHandle(_native.UcxMemory.allocate(self._native, nbytes), MemoryType.DRAM)
+        return MemoryHandle(_native.ucx.Memory.allocate(self._native, nbytes), MemoryType.DRAM)
 
 
 class MemoryHandle(Closeable):
@@ -185,12 +185,12 @@ class MemoryHandle(Closeable):
         Where it is.
     """
 
-    def __init__(self, native: _native.UcxMemory, kind: MemoryType) -> None:
-        self._memory: _native.UcxMemory | None = native
+    def __init__(self, native: _native.ucx.Memory, kind: MemoryType) -> None:
+        self._memory: _native.ucx.Memory | None = native
         self._kind = kind
 
     @property
-    def _native(self) -> _native.UcxMemory:
+    def _native(self) -> _native.ucx.Memory:
         if self._memory is None:
             raise ClosedError(f"{self!r} is closed")
         return self._memory
@@ -263,11 +263,11 @@ class MemoryHandle(Closeable):
 class _Awaited:
     """What waits for a worker: coroutines of one event loop, and handlers of failures."""
 
-    def __init__(self, native: _native.UcxWorker) -> None:
+    def __init__(self, native: _native.ucx.Worker) -> None:
         self._native = native
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: list[tuple[_native.UcxRequest, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[_native.ucx.Request, asyncio.Future[None]]] = []
         self._watched: weakref.WeakKeyDictionary[Endpoint, Callable[[str], object]] = (
             weakref.WeakKeyDictionary()
         )
@@ -276,7 +276,7 @@ class _Awaited:
         with self._lock:
             self._watched[endpoint] = on_failure
 
-    async def wait(self, request: _native.UcxRequest) -> None:
+    async def wait(self, request: _native.ucx.Request) -> None:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         entry = (request, future)
@@ -349,7 +349,7 @@ class Worker:
     """
 
     def __init__(self, context: Context, *, single_thread: bool = False) -> None:
-        self._native = _native.UcxWorker(context._native, single_thread)
+        self._native = _native.ucx.Worker(context._native, single_thread)
         self._awaited = _Awaited(self._native)
 
     @property
@@ -479,13 +479,13 @@ class Endpoint(Closeable):
         error_handling: bool = True,
     ) -> None:
         payload = _unseal(_ADDRESS_MAGIC, address, "a UCX worker address")
-        native = _native.UcxEndpoint(worker._native, payload, error_handling)
+        native = _native.ucx.Endpoint(worker._native, payload, error_handling)
         self._set_up(worker, native, on_failure)
 
     def _set_up(
         self,
         worker: Worker,
-        native: _native.UcxEndpoint,
+        native: _native.ucx.Endpoint,
         on_failure: Callable[[str], object] | None,
     ) -> Self:
         self._worker = worker
@@ -527,7 +527,7 @@ class Endpoint(Closeable):
         UcxError
             If no transport of ``UCX_TLS`` connects by socket address.
         """
-        native = _native.UcxEndpoint.connect(worker._native, ip, _checked_port(port, least=1))
+        native = _native.ucx.Endpoint.connect(worker._native, ip, _checked_port(port, least=1))
         return cls.__new__(cls)._set_up(worker, native, on_failure)
 
     @property
@@ -597,7 +597,7 @@ class Listener(Closeable):
 
     def __init__(self, worker: Worker, ip: str = "127.0.0.1", port: int = 0) -> None:
         self._worker = worker
-        self._native = _native.UcxListener(worker._native, ip, _checked_port(port, least=0))
+        self._native = _native.ucx.Listener(worker._native, ip, _checked_port(port, least=0))
 
     @property
     def port(self) -> int:
@@ -669,7 +669,7 @@ class RemoteKey:
         self._address: int = address
         self._nbytes: int = nbytes
         self._endpoint = endpoint
-        self._native = _native.UcxRemoteKey(endpoint._native, payload[_RANGE.size :])
+        self._native = _native.ucx.RemoteKey(endpoint._native, payload[_RANGE.size :])
 
     @property
     def endpoint(self) -> Endpoint:
@@ -703,7 +703,7 @@ class Request:
         Internal.
     """
 
-    def __init__(self, native: _native.UcxRequest, endpoint: Endpoint) -> None:
+    def __init__(self, native: _native.ucx.Request, endpoint: Endpoint) -> None:
         self._native = native
         self._endpoint = endpoint
 
@@ -846,7 +846,7 @@ def _move(
         ("remote", remote_offset, remote.nbytes),
     ):
         _check_range(side, offset, length, size)
-    native = _native.ucx_move(
+    native = _native.ucx.move(
         local._native, local_offset, remote._native, remote.address + remote_offset, length, is_get
     )
     return Request(native, remote.endpoint)

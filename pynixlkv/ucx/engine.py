@@ -88,10 +88,10 @@ class UcxAgent(EngineAgent):
             if (config or {}).get(key, value) != value:
                 raise ConfigError(f"UCX setting {key} must be {value!r} under a UcxAgent")
         library = _loader.load_ucx()
-        self._context = _native.UcxContext(library, defaults | dict(config or {}) | _FIXED)
+        self._context = _native.ucx.Context(library, defaults | dict(config or {}) | _FIXED)
         self._error_handling = error_handling
         super().__init__(
-            lambda incarnation: _native.ucx_engine(
+            lambda incarnation: _native.transfer.ucx_engine(
                 name, incarnation, self._context, error_handling
             ),
             engine_version=library.version,
@@ -161,7 +161,7 @@ class UcxAgent(EngineAgent):
         nbytes = int(np.prod(sizes, dtype=np.int64)) * kind.itemsize
         if nbytes <= 0 or any(size < 0 for size in sizes):
             raise ConfigError(f"an array of shape {sizes} and type {kind} has no bytes to allocate")
-        memory = _native.UcxMemory.allocate(self._context, nbytes)
+        memory = _native.ucx.Memory.allocate(self._context, nbytes)
         array: npt.NDArray[np.generic] = np.frombuffer(memoryview(memory), dtype=kind)
         array.view(np.uint8)[...] = 0
         return array.reshape(sizes)

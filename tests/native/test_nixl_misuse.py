@@ -457,7 +457,7 @@ def test_other_bad_arguments_are_named(one):
 
 
 def test_every_status_has_a_kind_that_errors_knows():
-    table = {name: (code, kind) for code, name, kind in _native.NIXL_STATUS_TABLE}
+    table = {name: (code, kind) for code, name, kind in _native.nixl.STATUS_TABLE}
     codes = [code for code, _kind in table.values()]
     assert sorted(codes) == list(range(-14, 2))
     for name, (code, kind) in table.items():
