@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 MAX_BYTES = 5_000_000
 TAG = re.compile(r"pynixlkv-(?P<version>[^-]+)-(cp3\d+)-\2-manylinux_2_28_(x86_64|aarch64)\.whl")
-EXPECTED = ("py.typed", "__init__.py", "_native.pyi", "_kernels.pyi", "vllm/connector.py")
+EXPECTED = ("py.typed", "__init__.py", "_native/__init__.pyi", "_kernels.pyi", "vllm/connector.py")
 # Libraries that each manylinux_2_28 system has; everything else is found at run time or linked in.
 SYSTEM = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1"}
 SYSTEM |= {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "libstdc++.so.6", "libgcc_s.so.1"}

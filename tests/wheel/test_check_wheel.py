@@ -67,7 +67,7 @@ def test_a_wheel_of_dist_is_right(wheel):
     ("drop", "says"),
     [
         ("py.typed", "lacks pynixlkv/py.typed"),
-        ("_native.pyi", "lacks pynixlkv/_native.pyi"),
+        ("_native/__init__.pyi", "lacks pynixlkv/_native/__init__.pyi"),
         ("licenses/LICENSE", "lacks the licence"),
         (".so", "not the two extension modules"),
     ],
