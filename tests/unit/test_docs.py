@@ -1,4 +1,4 @@
-"""Pages say what the code says: pictures, error texts, variables, links."""
+"""Pages agree with the code: pictures, error texts, variables, links."""
 
 from __future__ import annotations
 
