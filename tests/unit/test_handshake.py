@@ -32,7 +32,7 @@ from pynixlkv.errors import (
     RankNotFound,
     WireError,
 )
-from pynixlkv.handshake import Handshake, fetch
+from pynixlkv.handshake import PROTOCOL_VERSION, Handshake, fetch
 from pynixlkv.handshake.message import MAX_REQUEST_BYTES, Envelope, Question, Refusal
 from pynixlkv.handshake.security import find_keys, resolve
 
@@ -70,7 +70,7 @@ def raw_client(listener, kind=zmq.REQ, keys=None):
 
 
 def envelope(**changes):
-    fields = {"protocol": 1, "engine_id": "prefill", "compatibility": FIELDS}
+    fields = {"protocol": PROTOCOL_VERSION, "engine_id": "prefill", "compatibility": FIELDS}
     fields["payload"] = msgspec.msgpack.encode(Question(None))
     return msgspec.msgpack.encode(Envelope(**{**fields, **changes}))
 
@@ -282,7 +282,7 @@ def test_a_field_that_one_side_lacks():
 
 def test_payload_is_not_looked_at_before_the_rest_fits():
     for changes, error in (
-        ({"protocol": 2}, ProtocolVersionError),
+        ({"protocol": 78}, ProtocolVersionError),
         ({"engine_id": "other"}, EngineIdMismatch),
         ({"compatibility": {}}, CompatMismatch),
         ({}, WireError),
@@ -295,18 +295,19 @@ def test_payload_is_not_looked_at_before_the_rest_fits():
 
 def test_a_newer_protocol_is_told_apart():
     with serve() as listener, raw_client(listener) as client:
-        reply = exchange(client, envelope(protocol=7))
-        assert reply.protocol == 1
+        reply = exchange(client, envelope(protocol=77))
+        assert reply.protocol == PROTOCOL_VERSION
         told = msgspec.msgpack.decode(reply.payload, type=Refusal)
         assert told.kind == "mismatch"
-        assert "version 7, this side 1" in told.message
-    future = msgspec.msgpack.decode(envelope(protocol=7)) | {"a field of the future": [1]}
+        assert f"version 77, this side {PROTOCOL_VERSION}" in told.message
+    future = msgspec.msgpack.decode(envelope(protocol=77)) | {"a field of the future": [1]}
     with (
         fake_listener(msgspec.msgpack.encode(future)) as address,
         pytest.raises(ProtocolVersionError) as caught,
     ):
         ask(address)
-    assert (caught.value.local_version, caught.value.remote_version) == ("1", "7")
+    assert caught.value.local_version == str(PROTOCOL_VERSION)
+    assert caught.value.remote_version == "77"
 
 
 class Evil:
