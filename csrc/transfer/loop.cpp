@@ -19,7 +19,7 @@ using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
 // How the thread waits. It spins (yielding) while an event is likely within microseconds, then naps
-// ever longer: a waiting transfer is polled at 20 kHz, then 2 kHz; an idle engine as its options
+// ever longer: a waiting transfer is polled at 20 kHz, then 2 kHz; an idle agent as its options
 // say.
 constexpr auto kSpinWithWork = milliseconds(5);
 constexpr auto kNapWithWork = microseconds(50);
@@ -76,7 +76,7 @@ void Loop::post(std::function<void()> command) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Loop: engine thread
+// Loop: agent thread
 
 bool Loop::run(const DriverFactory& factory, std::promise<void>& started) {
     ::pthread_setname_np(::pthread_self(), ("pnkv-" + name_).substr(0, 15).c_str());
