@@ -2,7 +2,7 @@
 
 `ConnectorScheduler` lives with an engine's scheduler, one `ConnectorWorker` with each of its ranks.
 The engine passes a `ConnectorMetadata` from one to the others in each step, and reports back what
-has `Finished`. `HandOff` is what travels from producer to consumer with a request.
+has `Finished`. `KVTransferParams` is what travels from producer to consumer with a request.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pynixlkv.connector.metadata import (
     AgentMetadata,
     ConnectorMetadata,
     EndState,
-    EngineShape,
-    HandOff,
+    KVTransferParams,
     Lease,
+    ParallelSizes,
     ReqMeta,
     RequestInfo,
 )
-from pynixlkv.connector.receiver import Fence, RequestEnd
+from pynixlkv.connector.receiver import DeviceEvent, RequestEnd
 from pynixlkv.connector.scheduler import ConnectorScheduler, GroupSpec
 from pynixlkv.connector.worker import ConnectorWorker, Finished
 
@@ -29,11 +29,11 @@ __all__ = [
     "ConnectorScheduler",
     "ConnectorWorker",
     "EndState",
-    "EngineShape",
-    "Fence",
+    "ParallelSizes",
+    "DeviceEvent",
     "Finished",
     "GroupSpec",
-    "HandOff",
+    "KVTransferParams",
     "Lease",
     "ReqMeta",
     "RequestEnd",

@@ -73,12 +73,12 @@ class ConnectorConfig:
             value = getattr(self, each.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
                 raise ConfigError(f"{each.name} is {value}; expected a number above 0")
-        if self.beat_interval(self.lease_duration) >= self.lease_duration:
+        if self.heartbeat_period(self.lease_duration) >= self.lease_duration:
             raise ConfigError(
                 f"heartbeat_interval is {self.heartbeat_interval} s, not below lease_duration, "
                 f"{self.lease_duration} s; leases would run out between two heartbeats"
             )
 
-    def beat_interval(self, lease_duration: float) -> float:
+    def heartbeat_period(self, lease_duration: float) -> float:
         """Return the time between two heartbeats for leases of a producer."""
         return self.heartbeat_interval or lease_duration / 6

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["DONE", "Fence", "has_ended"]
+__all__ = ["DONE", "DeviceEvent", "has_completed"]
 
 
-class Fence(Protocol):
+class DeviceEvent(Protocol):
     """Work on a device that is under way."""
 
-    def done(self) -> bool:
+    def query(self) -> bool:
         """Return whether it has ended; raise if it has failed. Does not block."""
         ...
 
 
 class _Done:
-    def done(self) -> bool:
+    def query(self) -> bool:
         return True
 
 
-DONE: Fence = _Done()
+DONE: DeviceEvent = _Done()
 """Of work that has ended when it is asked for."""
 
 
-def has_ended(fence: Fence) -> bool:
+def has_completed(event: DeviceEvent) -> bool:
     """Return whether the work has ended, well or not; who needs it has been told a failure."""
     try:
-        return fence.done()
+        return event.query()
     except Exception:
         return True

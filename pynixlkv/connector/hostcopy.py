@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from pynixlkv.connector.metadata import BlockLists
-    from pynixlkv.connector.staging import Direction, Fence
+    from pynixlkv.connector.staging import DeviceEvent, Direction
 
 __all__ = ["TensorCopy", "make_host_tensors"]
 
@@ -107,7 +107,7 @@ class TensorCopy:
 
     def __call__(
         self, direction: Direction, device_blocks: BlockLists, host_blocks: BlockLists
-    ) -> Fence:
+    ) -> DeviceEvent:
         """Copy; as `pynixlkv.connector.staging.CopyFunction` says."""
         for pairs, mine, theirs in zip(self._groups, device_blocks, host_blocks, strict=True):
             here, there = np.asarray(mine, np.intp), np.asarray(theirs, np.intp)

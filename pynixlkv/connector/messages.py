@@ -13,22 +13,22 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from pynixlkv.connector.metadata import BlockLists, EngineShape, Lease, Rank
+from pynixlkv.connector.metadata import BlockLists, Lease, ParallelSizes, Rank
 from pynixlkv.errors import ProtocolVersionError, WireError
 
 __all__ = [
     "MAX_ENTRIES",
     "PROTOCOL_VERSION",
-    "Attach",
-    "Beat",
-    "BeatAck",
+    "ConsumerHello",
+    "Heartbeat",
+    "HeartbeatAck",
     "LeaseStatus",
     "Message",
     "Push",
-    "PushEnd",
-    "Reader",
+    "PushDone",
+    "ConsumerRank",
     "Release",
-    "Stop",
+    "CancelPush",
     "decode",
     "encode",
 ]
@@ -40,7 +40,7 @@ _MAGIC = b"PNKC"
 MAX_ENTRIES = 1024
 """Most requests that one message lists; with the longest ids it can still be sent."""
 
-_Ticket = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_PushId = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class LeaseStatus(enum.IntEnum):
@@ -53,7 +53,7 @@ class LeaseStatus(enum.IntEnum):
     """Released or expired: its blocks may have been reused."""
 
 
-class Reader(msgspec.Struct, frozen=True):
+class ConsumerRank(msgspec.Struct, frozen=True):
     """The worker of a consumer that speaks.
 
     Parameters
@@ -62,30 +62,30 @@ class Reader(msgspec.Struct, frozen=True):
         Its engine.
     rank : tuple of (int, int)
         Its pipeline and tensor-parallel rank.
-    shape : EngineShape
+    parallel : ParallelSizes
         Sizes of its engine, from which the producer knows how many readers to wait for.
     """
 
     engine_id: str
     rank: Rank
-    shape: EngineShape
+    parallel: ParallelSizes
 
 
-class Attach(msgspec.Struct, frozen=True, tag="attach"):
+class ConsumerHello(msgspec.Struct, frozen=True, tag="consumer_hello"):
     """First message of a reader: how the producer reaches it."""
 
-    reader: Reader
+    consumer: ConsumerRank
     hello: bytes
 
 
-class Beat(msgspec.Struct, frozen=True, tag="beat"):
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """Heartbeat: the reader still wants these requests of the producer."""
 
     number: int
     requests: Annotated[list[tuple[str, Lease]], msgspec.Meta(max_length=MAX_ENTRIES)]
 
 
-class BeatAck(msgspec.Struct, frozen=True, tag="ack"):
+class HeartbeatAck(msgspec.Struct, frozen=True, tag="heartbeat_ack"):
     """Answer to a beat: which of its requests are not held, and how that stands."""
 
     number: int
@@ -95,7 +95,7 @@ class BeatAck(msgspec.Struct, frozen=True, tag="ack"):
 class Release(msgspec.Struct, frozen=True, tag="release"):
     """The reader is done with these requests of the producer, whether it read them or not."""
 
-    reader: Reader
+    consumer: ConsumerRank
     requests: Annotated[list[tuple[str, Lease | None]], msgspec.Meta(max_length=MAX_ENTRIES)]
 
 
@@ -103,12 +103,12 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
     """The reader asks the producer to write a request into its blocks.
 
     `request_id` is the producer's name of the request. Without a lease the reader did not wait for
-    the prefill's end: the request may still be running, or be queued. `ticket` is what the answer
+    the prefill's end: the request may still be running, or be queued. `push_id` is what the answer
     names; a reader uses it once, and asks again with the same while it has no answer.
     """
 
-    reader: Reader
-    ticket: _Ticket
+    consumer: ConsumerRank
+    push_id: _PushId
     request_id: str
     lease: Lease | None
     blocks: BlockLists
@@ -117,24 +117,26 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
     num_tokens: int
 
 
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
+class CancelPush(msgspec.Struct, frozen=True, tag="cancel_push"):
     """The reader does not want a push any more, and waits to hear that nothing of it moves."""
 
-    ticket: _Ticket
+    push_id: _PushId
 
 
-class PushEnd(msgspec.Struct, frozen=True, tag="push_end"):
+class PushDone(msgspec.Struct, frozen=True, tag="push_done"):
     """The producer has written a request, or never will; nothing of it moves any more.
 
     `error` is empty after success.
     """
 
-    ticket: _Ticket
+    push_id: _PushId
     expired: bool
     error: str
 
 
-Message: TypeAlias = Attach | Beat | BeatAck | Release | Push | Stop | PushEnd
+Message: TypeAlias = (
+    ConsumerHello | Heartbeat | HeartbeatAck | Release | Push | CancelPush | PushDone
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -1,6 +1,6 @@
 """What travels between the halves of a connector, and between producer and consumer by the proxy.
 
-`HandOff` is the typed form of the ``kv_transfer_params`` that a request carries through the HTTP
+`KVTransferParams` is the typed form of the ``kv_transfer_params`` that a request carries through the HTTP
 layer; it comes from outside and is checked. `ConnectorMetadata` goes from an engine's scheduler to
 its workers once per step. All are plain data and can be pickled.
 """
@@ -22,8 +22,8 @@ __all__ = [
     "BlockLists",
     "ConnectorMetadata",
     "EndState",
-    "EngineShape",
-    "HandOff",
+    "ParallelSizes",
+    "KVTransferParams",
     "Lease",
     "Rank",
     "ReqMeta",
@@ -92,7 +92,7 @@ class Lease(msgspec.Struct, frozen=True):
         return cls(int(match[1]), int(match[2], 16))
 
 
-class EngineShape(msgspec.Struct, frozen=True):
+class ParallelSizes(msgspec.Struct, frozen=True):
     """Sizes of the parallel groups of an engine.
 
     Parameters
@@ -108,7 +108,7 @@ class EngineShape(msgspec.Struct, frozen=True):
     dcp: _Size = 1
 
 
-class HandOff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
+class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """The hand-off of a request from producer to consumer: its ``kv_transfer_params``.
 
     A proxy sends ``do_remote_decode=True`` to the producer, and passes the producer's answer, which
@@ -164,7 +164,7 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
     sibling_group: _Text | None = None
 
     @classmethod
-    def from_dict(cls, params: Mapping[str, Any] | None) -> HandOff:
+    def from_dict(cls, params: Mapping[str, Any] | None) -> KVTransferParams:
         """Check the parameters of a request.
 
         Parameters
@@ -174,7 +174,7 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
 
         Returns
         -------
-        HandOff
+        KVTransferParams
             Whatever it says is complete and in range.
 
         Raises
@@ -245,9 +245,9 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
         return None if self.lease is None else Lease.parse(self.lease)
 
     @property
-    def shape(self) -> EngineShape:
+    def parallel(self) -> ParallelSizes:
         """Sizes of the producer's parallel groups."""
-        return EngineShape(self.pp_size, self.tp_size, self.dcp_size)
+        return ParallelSizes(self.pp_size, self.tp_size, self.dcp_size)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the parameters as JSON-compatible data, without what is not set."""
@@ -273,13 +273,13 @@ class RequestInfo:
         The engine's own id; the other side may have another for the same request.
     num_prompt_tokens : int
         Length of the prompt.
-    hand_off : HandOff
+    params : KVTransferParams
         Its checked parameters.
     """
 
     request_id: str
     num_prompt_tokens: int
-    hand_off: HandOff = field(default_factory=HandOff)
+    params: KVTransferParams = field(default_factory=KVTransferParams)
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ class ReqMeta:
         Token position of the first block of each table.
     num_tokens : int
         Valid tokens of the sequence, from position 0 on.
-    remote : HandOff, optional
+    remote : KVTransferParams, optional
         Where to receive from.
     lease : Lease, optional
         The lease to keep, for what is sent.
@@ -309,7 +309,7 @@ class ReqMeta:
     blocks: BlockLists
     starts: tuple[int, ...]
     num_tokens: int
-    remote: HandOff | None = None
+    remote: KVTransferParams | None = None
     lease: Lease | None = None
     sibling_group: str | None = None
     host_blocks: BlockLists | None = None
@@ -330,11 +330,11 @@ class ConnectorMetadata:
         Blocks of these have been taken away, and they are computed again.
     reqs_to_send : dict of str to ReqMeta
         Keep these, under their leases, until their readers are done.
-    reqs_not_sent : dict of str to str
+    reqs_not_held : dict of str to str
         These will never be sent, and why: tell consumers that wait for them.
-    reqs_waiting : dict of str to HandOff
+    reqs_waiting : dict of str to KVTransferParams
         These are queued: connect to their producers, and keep their leases alive.
-    reqs_to_release : dict of str to HandOff
+    reqs_to_release : dict of str to KVTransferParams
         Nothing (more) is wanted of these: tell their producers.
     reqs_to_abort : set of str
         The engine has given these up while they were being received.
@@ -344,9 +344,9 @@ class ConnectorMetadata:
     reqs_to_save: dict[str, ReqMeta] = field(default_factory=dict)
     reqs_preempted: set[str] = field(default_factory=set)
     reqs_to_send: dict[str, ReqMeta] = field(default_factory=dict)
-    reqs_not_sent: dict[str, str] = field(default_factory=dict)
-    reqs_waiting: dict[str, HandOff] = field(default_factory=dict)
-    reqs_to_release: dict[str, HandOff] = field(default_factory=dict)
+    reqs_not_held: dict[str, str] = field(default_factory=dict)
+    reqs_waiting: dict[str, KVTransferParams] = field(default_factory=dict)
+    reqs_to_release: dict[str, KVTransferParams] = field(default_factory=dict)
     reqs_to_abort: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:

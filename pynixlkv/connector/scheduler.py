@@ -14,8 +14,8 @@ from pynixlkv.connector.config import ConnectorConfig
 from pynixlkv.connector.leases import LeaseSlots
 from pynixlkv.connector.metadata import (
     ConnectorMetadata,
-    EngineShape,
-    HandOff,
+    KVTransferParams,
+    ParallelSizes,
     ReqMeta,
     RequestInfo,
 )
@@ -52,7 +52,7 @@ class GroupSpec:
 
 
 @dataclass
-class _Kept:
+class _Held:
     lease: Lease
     host_blocks: BlockLists | None
 
@@ -68,7 +68,7 @@ class ConnectorScheduler:
         One for each group of the KV cache, in its order.
     address : tuple of (str, int)
         Where other engines reach this one's `pynixlkv.handshake.Handshake`; may be set later.
-    shape : EngineShape
+    parallel : ParallelSizes
         Sizes of the engine's parallel groups.
     config : ConnectorConfig
         Options.
@@ -82,50 +82,50 @@ class ConnectorScheduler:
         groups: Sequence[GroupSpec],
         *,
         address: tuple[str, int] | None = None,
-        shape: EngineShape | None = None,
+        parallel: ParallelSizes | None = None,
         config: ConnectorConfig | None = None,
         host_pool: HostBlockPool | None = None,
     ) -> None:
         self.engine_id = engine_id
         self.address = address
         self._groups = tuple(groups)
-        self._shape = shape or EngineShape()
+        self._parallel = parallel or ParallelSizes()
         self._config = config or ConnectorConfig()
         self._host_pool = host_pool
         self._block_sizes = tuple(group.block_size for group in self._groups)
         self._common_block = math.lcm(*(g.block_size for g in self._groups if g.block_size))
         self._slots = LeaseSlots(self._config.max_leases)
         self._next = ConnectorMetadata()
-        self._open: dict[str, HandOff] = {}  # to be fetched; nothing has been decided yet
+        self._open: dict[str, KVTransferParams] = {}  # to be fetched; nothing has been decided yet
         self._receiving: dict[str, BlockLists | None] = {}  # and their host blocks
         self._aborted: set[str] = set()  # still being received
         self._settled: set[str] = set()  # fetched, or never to be
-        self._kept: dict[str, _Kept] = {}
+        self._held_requests: dict[str, _Held] = {}
 
     # ---- consumer
 
     def on_new_request(self, request: RequestInfo) -> None:
         """Take a request that has arrived: its producer is asked to keep it while it is queued."""
-        if request.hand_off.do_remote_prefill and self._is_open(request):
-            self._next.reqs_waiting[request.request_id] = request.hand_off
+        if request.params.do_remote_prefill and self._is_open(request):
+            self._next.reqs_waiting[request.request_id] = request.params
 
     def _is_open(self, request: RequestInfo) -> bool:
         if request.request_id in self._settled or request.request_id in self._receiving:
             return False
         if request.request_id not in self._open:
-            if len(request.hand_off.blocks) not in (0, len(self._groups)):
+            if len(request.params.blocks) not in (0, len(self._groups)):
                 raise ConfigError(
                     f"request {request.request_id!r}: the producer has "
-                    f"{len(request.hand_off.blocks)} block tables, this engine "
+                    f"{len(request.params.blocks)} block tables, this engine "
                     f"{len(self._groups)} groups of layers"
                 )
-            if request.hand_off.transfer_mode != self._config.transfer_mode:
+            if request.params.transfer_mode != self._config.transfer_mode:
                 raise ConfigError(
                     f"request {request.request_id!r}: the producer is in "
-                    f"{request.hand_off.transfer_mode!r} mode, this engine in "
+                    f"{request.params.transfer_mode!r} mode, this engine in "
                     f"{self._config.transfer_mode!r} mode; use one transfer_mode on both sides"
                 )
-            self._open[request.request_id] = request.hand_off
+            self._open[request.request_id] = request.params
         return True
 
     def get_num_new_matched_tokens(
@@ -157,7 +157,7 @@ class ConnectorScheduler:
         -----
         Changes nothing, so that it may be called any number of times.
         """
-        if not request.hand_off.do_remote_prefill or not self._is_open(request):
+        if not request.params.do_remote_prefill or not self._is_open(request):
             return 0, False
         count = self._num_fetchable(request) - num_computed_tokens
         if count <= 0:
@@ -172,7 +172,7 @@ class ConnectorScheduler:
         return count, True
 
     def _num_fetchable(self, request: RequestInfo) -> int:
-        count, remote = request.num_prompt_tokens, request.hand_off.remote_num_tokens
+        count, remote = request.num_prompt_tokens, request.params.remote_num_tokens
         if remote is not None:
             count = min(count, remote)
         if not self._config.partial_blocks:
@@ -204,7 +204,7 @@ class ConnectorScheduler:
         -----
         Called again later for the same request, it changes nothing.
         """
-        if not request.hand_off.do_remote_prefill or not self._is_open(request):
+        if not request.params.do_remote_prefill or not self._is_open(request):
             return
         request_id, remote = request.request_id, self._open[request.request_id]
         if num_external_tokens == 0:
@@ -285,7 +285,7 @@ class ConnectorScheduler:
             if self._next.reqs_to_recv.pop(request_id, None) is not None:
                 # The workers have not heard of it yet.
                 self._free_host(self._receiving.pop(request_id))
-                self._next.reqs_to_release[request_id] = request.hand_off
+                self._next.reqs_to_release[request_id] = request.params
                 return False, None
             self._next.reqs_to_abort.add(request_id)
             self._aborted.add(request_id)
@@ -293,14 +293,14 @@ class ConnectorScheduler:
         self._open.pop(request_id, None)
         if request_id in self._settled:
             self._settled.remove(request_id)
-        elif request.hand_off.do_remote_prefill:
+        elif request.params.do_remote_prefill:
             # Rejected or aborted before anything was fetched.
-            self._next.reqs_to_release[request_id] = request.hand_off
-        if not request.hand_off.do_remote_decode:
+            self._next.reqs_to_release[request_id] = request.params
+        if not request.params.do_remote_decode:
             return False, None
         self._next.reqs_to_save.pop(request_id, None)
         if not is_complete:
-            self._next.reqs_not_sent[request_id] = "the producer gave the request up"
+            self._next.reqs_not_held[request_id] = "the producer gave the request up"
             return False, None
         return self._hand_over(request, blocks, num_computed_tokens)
 
@@ -320,11 +320,11 @@ class ConnectorScheduler:
         lease = self._slots.take() if staged is not None else None
         if staged is None or lease is None:
             return self._refuse(request, "the producer's host blocks are all in use")
-        group = request.hand_off.sibling_group
+        group = request.params.sibling_group
         meta = replace(staged, lease=lease, sibling_group=group)
-        self._kept[request.request_id] = _Kept(lease, meta.host_blocks)
+        self._held_requests[request.request_id] = _Held(lease, meta.host_blocks)
         self._next.reqs_to_send[request.request_id] = meta
-        params = HandOff(
+        params = KVTransferParams(
             do_remote_prefill=True,
             remote_engine_id=self.engine_id,
             remote_request_id=request.request_id,
@@ -334,9 +334,9 @@ class ConnectorScheduler:
             remote_starts=meta.starts,
             remote_block_sizes=meta.block_sizes,
             remote_num_tokens=num_tokens,
-            tp_size=self._shape.tp,
-            pp_size=self._shape.pp,
-            dcp_size=self._shape.dcp,
+            tp_size=self._parallel.tp,
+            pp_size=self._parallel.pp,
+            dcp_size=self._parallel.dcp,
             lease=str(lease),
             lease_duration=self._config.lease_duration,
             transfer_mode=self._config.transfer_mode,
@@ -345,7 +345,7 @@ class ConnectorScheduler:
         return True, params.to_dict()
 
     def _refuse(self, request: RequestInfo, why: str) -> tuple[bool, None]:
-        self._next.reqs_not_sent[request.request_id] = why
+        self._next.reqs_not_held[request.request_id] = why
         return False, None
 
     def save(self, request: RequestInfo, blocks: BlockLists, num_computed_tokens: int) -> None:
@@ -361,7 +361,7 @@ class ConnectorScheduler:
             Tokens whose KV will be in the blocks after the step.
         """
         if (
-            request.hand_off.do_remote_decode
+            request.params.do_remote_decode
             and self._config.transfer_mode == "push"
             and self._host_pool is None  # what is staged goes out when it is whole
         ):
@@ -404,7 +404,7 @@ class ConnectorScheduler:
             As in `Finished`: `sent` when every worker has reported it.
         """
         for request_id in sent:
-            kept = self._kept.pop(request_id, None)
+            kept = self._held_requests.pop(request_id, None)
             if kept is not None:
                 self._slots.give_back(kept.lease)
                 self._free_host(kept.host_blocks)
@@ -421,9 +421,9 @@ class ConnectorScheduler:
             self._host_pool.free(blocks)
 
     @property
-    def num_kept(self) -> int:
+    def num_held(self) -> int:
         """Requests that are kept for consumers."""
-        return len(self._kept)
+        return len(self._held_requests)
 
     @property
     def num_receiving(self) -> int:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from pynixlkv.connector import messages, pairing
-from pynixlkv.connector.fences import has_ended
-from pynixlkv.connector.links import split
+from pynixlkv.connector import messages, tp_mapping
+from pynixlkv.connector.fences import has_completed
 from pynixlkv.connector.log import RequestLog
 from pynixlkv.connector.messages import LeaseStatus
+from pynixlkv.connector.remote_engines import split
 from pynixlkv.connector.tables import by_group
 from pynixlkv.errors import HandshakeError, PlanError, PynixlkvError
 from pynixlkv.plan import TransferPlan
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
     from pynixlkv.agent import Peer, Transfer
     from pynixlkv.connector.config import ConnectorConfig
-    from pynixlkv.connector.fences import Fence
+    from pynixlkv.connector.fences import DeviceEvent
     from pynixlkv.connector.leases import LeaseTable
-    from pynixlkv.connector.links import Local
-    from pynixlkv.connector.metadata import EngineShape, Lease, Rank, ReqMeta
+    from pynixlkv.connector.metadata import Lease, ParallelSizes, Rank, ReqMeta
     from pynixlkv.connector.peers import Peers
+    from pynixlkv.connector.remote_engines import WorkerContext
     from pynixlkv.connector.stats import ConnectorStats
     from pynixlkv.geometry import Geometry
 
@@ -44,7 +44,7 @@ __all__ = ["Consumer", "Sender"]
 _log = logging.getLogger(__name__)
 
 _SOON_S = 0.001
-_ATTACHED = messages.BeatAck(0, [])
+_ATTACHED = messages.HeartbeatAck(0, [])
 """Lets a reader know that it can be answered."""
 _MAX_REMEMBERED = 4096
 """How much of each kind a stranger can make us remember."""
@@ -67,10 +67,10 @@ class _Recent(OrderedDict[_K, _V]):
 class Consumer:
     """A reader that has attached: how to answer it, and what to write where."""
 
-    attach: messages.Attach
+    attach: messages.ConsumerHello
     peer: Peer
     geometry: Geometry
-    parts: list[pairing.Part]
+    parts: list[tp_mapping.TransferSlice]
     plans: dict[tuple[int, tuple[int, ...], tuple[str, ...]], TransferPlan] = field(
         default_factory=dict
     )
@@ -98,14 +98,14 @@ class _Push:
 
 
 @dataclass(eq=False)
-class _Kept:
+class _Held:
     """A request of this producer that consumers may want."""
 
     id: str
     meta: ReqMeta
     lease: Lease
     deadline: float
-    fence: Fence | None
+    event: DeviceEvent | None
     """What must be done before readers may see the blocks, and before they may be reused."""
     is_staged: bool = False
     granted: bool = False
@@ -121,7 +121,7 @@ class _Layer:
 
     number: int
     requests: dict[str, ReqMeta]
-    fence: Fence | None
+    event: DeviceEvent | None
 
 
 class Sender:
@@ -129,7 +129,7 @@ class Sender:
 
     Parameters
     ----------
-    this : Local
+    ctx : WorkerContext
         This worker.
     table : LeaseTable
         The words that readers check.
@@ -147,16 +147,16 @@ class Sender:
 
     def __init__(
         self,
-        this: Local,
+        ctx: WorkerContext,
         table: LeaseTable,
         submit: Callable[[Callable[[], Consumer]], Future[Consumer]],
         peers: Peers,
         config: ConnectorConfig,
         stats: ConnectorStats,
-        stage_out: Callable[[ReqMeta], Fence] | None = None,
+        stage_out: Callable[[ReqMeta], DeviceEvent] | None = None,
     ) -> None:
-        self._this = this
-        self._groups = {group.name: group for group in this.cache.groups}
+        self._ctx = ctx
+        self._groups = {group.name: group for group in ctx.cache.groups}
         self._table = table
         self._submit = submit
         self._peers = peers
@@ -165,16 +165,18 @@ class Sender:
         self._stage_out = stage_out
         self._saving: dict[str, ReqMeta] = {}
         self._layers: deque[_Layer] = deque()
-        self._kept: dict[str, _Kept] = {}
+        self._held_requests: dict[str, _Held] = {}
         self._siblings: dict[str, set[str]] = defaultdict(set)
         self._consumers: OrderedDict[str, Consumer] = OrderedDict()  # the last heard is the last
         self._attaching: dict[str, Future[Consumer]] = {}
-        self._pushes: dict[tuple[str, int], _Push] = {}  # by agent and ticket
+        self._pushes: dict[tuple[str, int], _Push] = {}  # by agent and push_id
         self._pushes_of: dict[str, set[tuple[str, int]]] = defaultdict(set)
-        self._early_releases: _Recent[str, list[tuple[messages.Reader, Lease | None]]] = _Recent()
-        self._answers: _Recent[tuple[str, int], messages.PushEnd] = _Recent()
+        self._early_releases: _Recent[str, list[tuple[messages.ConsumerRank, Lease | None]]] = (
+            _Recent()
+        )
+        self._answers: _Recent[tuple[str, int], messages.PushDone] = _Recent()
         self._over: _Recent[str, str] = _Recent()  # why these are not, or no longer, to be had
-        self._num_readers: _Recent[EngineShape, int] = _Recent()
+        self._num_readers: _Recent[ParallelSizes, int] = _Recent()
 
     # ---- what the engine asks for
 
@@ -193,17 +195,17 @@ class Sender:
             push.transfers = []
             push.pushed.clear()
 
-    def layer_done(self, layer: int, fence: Fence | None) -> None:
-        """Push a layer of all that runs in this step, once `fence` says that it is in the cache."""
+    def layer_done(self, layer: int, event: DeviceEvent | None) -> None:
+        """Push a layer of all that runs in this step, once `event` says that it is in the cache."""
         if self._saving:
-            self._layers.append(_Layer(layer, self._saving, fence))
+            self._layers.append(_Layer(layer, self._saving, event))
 
     def _push_layers(self) -> float:
         """Push what the device has finished; the layers finish in their order."""
         while self._layers:
             layer = self._layers[0]
             try:
-                if layer.fence is not None and not layer.fence.done():
+                if layer.event is not None and not layer.event.query():
                     return _SOON_S
                 error = ""
             except Exception as failure:
@@ -222,13 +224,13 @@ class Sender:
         for layer in self._layers:
             layer.requests.pop(request_id, None)
 
-    def keep(self, request_id: str, meta: ReqMeta, fence: Fence | None, now: float) -> None:
-        """Keep a request under its lease, which readers see once `fence` says so."""
-        if meta.lease is None or request_id in self._kept:
+    def keep(self, request_id: str, meta: ReqMeta, event: DeviceEvent | None, now: float) -> None:
+        """Keep a request under its lease, which readers see once `event` says so."""
+        if meta.lease is None or request_id in self._held_requests:
             raise PlanError(f"request {request_id!r} cannot be kept (again), or has no lease")
         self._forget_layers(request_id)  # what is missing of it is written in one piece
-        self._kept[request_id] = _Kept(
-            request_id, meta, meta.lease, now + self._config.lease_duration, fence
+        self._held_requests[request_id] = _Held(
+            request_id, meta, meta.lease, now + self._config.lease_duration, event
         )
         if meta.sibling_group is not None:
             self._siblings[meta.sibling_group].add(request_id)
@@ -244,13 +246,13 @@ class Sender:
             self._stop(push, why)
 
     @property
-    def num_kept(self) -> int:
+    def num_held(self) -> int:
         """Requests that are kept now."""
-        return len(self._kept)
+        return len(self._held_requests)
 
     # ---- what consumers say
 
-    def on_attach(self, agent: str, message: messages.Attach) -> None:
+    def on_consumer_hello(self, agent: str, message: messages.ConsumerHello) -> None:
         """Connect to a reader that says how it is reached."""
         known = self._consumers.get(agent)
         if known is not None and known.attach == message and known.peer.is_connected:
@@ -258,16 +260,16 @@ class Sender:
         elif agent not in self._attaching:
             self._attaching[agent] = self._submit(lambda: self._attach(agent, message))
 
-    def _attach(self, agent: str, message: messages.Attach) -> Consumer:
+    def _attach(self, agent: str, message: messages.ConsumerHello) -> Consumer:
         """Connect to a reader; runs on another thread, and blocks."""
         peer = self._peers.connect(message.hello)
         try:
             if peer.name != agent:
                 raise HandshakeError(f"agent {agent!r} attached with the hello of {peer.name!r}")
             theirs, _ = split(peer)
-            me, reader = self._this.reader, message.reader
-            parts = pairing.parts(
-                theirs, reader.rank, reader.shape, self._this.cache, me.rank, me.shape
+            me, reader = self._ctx.identity, message.consumer
+            parts = tp_mapping.transfer_slices(
+                theirs, reader.rank, reader.parallel, self._ctx.cache, me.rank, me.parallel
             )
         except BaseException:
             self._peers.release(peer)
@@ -285,11 +287,11 @@ class Sender:
             consumer.last_heard = now
             self._consumers.move_to_end(agent)
 
-    def on_beat(self, agent: str, message: messages.Beat, now: float) -> None:
+    def on_heartbeat(self, agent: str, message: messages.Heartbeat, now: float) -> None:
         """Extend the leases of what a reader still wants, and answer it."""
         not_held = []
         for request_id, lease in message.requests:
-            kept = self._kept.get(request_id)
+            kept = self._held_requests.get(request_id)
             if kept is not None and kept.lease == lease and not kept.ending:
                 kept.deadline = now + self._config.lease_duration
             else:
@@ -297,22 +299,26 @@ class Sender:
                 if state is LeaseStatus.HELD:  # on its way to the end
                     state = LeaseStatus.ENDED
                 not_held.append((request_id, lease, state))
-        self._answer(agent, messages.BeatAck(message.number, not_held))
+        self._answer(agent, messages.HeartbeatAck(message.number, not_held))
 
     def on_release(self, message: messages.Release) -> None:
         """Take a reader's word that it is done with requests."""
-        reader = message.reader
-        in_shape = 0 <= reader.rank[0] < reader.shape.pp and 0 <= reader.rank[1] < reader.shape.tp
+        reader = message.consumer
+        is_valid = (
+            0 <= reader.rank[0] < reader.parallel.pp and 0 <= reader.rank[1] < reader.parallel.tp
+        )
         # Only who did not wait for the prefill's end does not know the lease.
-        if not in_shape or (self._config.transfer_mode == "pull" and _lacks_lease(message)):
+        if not is_valid or (self._config.transfer_mode == "pull" and _lacks_lease(message)):
             self._stats.count("foreign_notifications")
             return
-        self._readers_of(reader.shape)  # raises if no engine of such a shape can read from this one
+        self._readers_of(
+            reader.parallel
+        )  # raises if no engine of such a parallel can read from this one
         for request_id, lease in message.requests:
             self._release(reader, request_id, lease)
 
-    def _release(self, reader: messages.Reader, request_id: str, lease: Lease | None) -> None:
-        kept = self._kept.get(request_id)
+    def _release(self, reader: messages.ConsumerRank, request_id: str, lease: Lease | None) -> None:
+        kept = self._held_requests.get(request_id)
         if kept is None or (lease is not None and kept.lease != lease):
             if request_id in self._over or (
                 lease is not None and self._table.status(lease) is LeaseStatus.ENDED
@@ -331,21 +337,21 @@ class Sender:
             self._stats.count("duplicate_notifications")
             return
         ranks.add(reader.rank)
-        if len(ranks) >= self._readers_of(reader.shape):
+        if len(ranks) >= self._readers_of(reader.parallel):
             members = self._siblings.get(kept.meta.sibling_group or "", {request_id})
             for member in members:
-                self._end(self._kept[member], "released")
+                self._end(self._held_requests[member], "released")
 
-    def _readers_of(self, shape: EngineShape) -> int:
-        if shape not in self._num_readers:
-            me = self._this.reader
-            count = pairing.num_readers(self._groups.values(), me.rank, me.shape, shape)
-            self._num_readers.put(shape, count)
-        return self._num_readers[shape]
+    def _readers_of(self, parallel: ParallelSizes) -> int:
+        if parallel not in self._num_readers:
+            me = self._ctx.identity
+            count = tp_mapping.num_readers(self._groups.values(), me.rank, me.parallel, parallel)
+            self._num_readers.put(parallel, count)
+        return self._num_readers[parallel]
 
     def on_push(self, agent: str, message: messages.Push, now: float) -> None:
         """Take a reader's wish to have a request written into its blocks."""
-        key = agent, message.ticket
+        key = agent, message.push_id
         answer = self._answers.get(key)
         known = self._pushes.get(key)
         if answer is not None:
@@ -354,13 +360,13 @@ class Sender:
             return
         if known is not None:
             known.deadline = now + self._config.lease_duration
-            kept = self._kept.get(message.request_id)
+            kept = self._held_requests.get(message.request_id)
             if kept is not None:
                 kept.deadline = now + self._config.lease_duration
             self._stats.count("duplicate_notifications")
             return
         consumer = self._consumers.get(agent)
-        if consumer is None or consumer.attach.reader != message.reader:
+        if consumer is None or consumer.attach.consumer != message.consumer:
             # It attaches, and asks, again.
             self._stats.count("unanswered_notifications")
             return
@@ -368,13 +374,14 @@ class Sender:
         self._pushes[key] = push
         self._pushes_of[message.request_id].add(key)
         lease, request_id = message.lease, message.request_id
-        kept = self._kept.get(request_id)
+        kept = self._held_requests.get(request_id)
         releases = self._early_releases.get(request_id, ())
         if len(self._pushes) > _MAX_REMEMBERED:
             push.error = f"there are {_MAX_REMEMBERED} pushes under way already"
         elif (
-            kept is not None and (message.reader.rank in kept.released_by[message.reader.engine_id])
-        ) or any(reader == message.reader for reader, _ in releases):
+            kept is not None
+            and (message.consumer.rank in kept.released_by[message.consumer.engine_id])
+        ) or any(reader == message.consumer for reader, _ in releases):
             push.error = "the reader has released the request"
         elif kept is not None and (kept.ending or lease not in (None, kept.lease)):
             push.error, push.expired = "its lease is over", True
@@ -383,16 +390,16 @@ class Sender:
         elif kept is None and lease and self._table.status(lease) is LeaseStatus.ENDED:
             push.error, push.expired = "its lease is over", True
 
-    def on_stop(self, agent: str, message: messages.Stop) -> None:
+    def on_cancel_push(self, agent: str, message: messages.CancelPush) -> None:
         """Take a reader's wish to hear that nothing of a push moves any more."""
-        key = agent, message.ticket
+        key = agent, message.push_id
         push = self._pushes.get(key)
         if push is not None:
             if not push.error:
                 self._stop(push, "the reader gave the request up")
             return
         if key not in self._answers:  # its push was lost, or comes yet
-            self._answers.put(key, messages.PushEnd(message.ticket, False, "it was never asked"))
+            self._answers.put(key, messages.PushDone(message.push_id, False, "it was never asked"))
         self._answer(agent, self._answers[key])
 
     def _of(self, request_id: str) -> list[_Push]:
@@ -412,14 +419,14 @@ class Sender:
         due = self._push_layers()
         for push in list(self._pushes.values()):
             due = min(due, self._advance(push, now))
-        for kept in list(self._kept.values()):
+        for kept in list(self._held_requests.values()):
             if not kept.granted and not kept.ending:
                 due = min(due, self._grant(kept))
             if now >= kept.deadline:
                 self._end(kept, "expired")
             if not kept.ending:
                 due = min(due, kept.deadline - now)
-            elif kept.fence is not None and not has_ended(kept.fence):
+            elif kept.event is not None and not has_completed(kept.event):
                 due = min(due, _SOON_S)
             elif not self._of(kept.id):
                 self._let_go(kept)
@@ -450,16 +457,16 @@ class Sender:
                 _log.warning("consumer %s cannot be reached: %s", agent, str(error))
                 self._stats.count("attach_failures")
 
-    def _grant(self, kept: _Kept) -> float:
+    def _grant(self, kept: _Held) -> float:
         """Let readers see the lease, once the bytes are where they read them."""
         try:
-            if kept.fence is not None and not kept.fence.done():
+            if kept.event is not None and not kept.event.query():
                 return _SOON_S
             host = kept.meta.host_blocks
             if self._stage_out is not None and host is not None and not kept.is_staged:
                 kept.is_staged = True
-                kept.fence = self._stage_out(kept.meta)
-                if not kept.fence.done():
+                kept.event = self._stage_out(kept.meta)
+                if not kept.event.query():
                     return _SOON_S
             self._table.grant(kept.lease)
         except Exception as error:
@@ -467,12 +474,12 @@ class Sender:
             self._end(kept, str(error) or type(error).__name__)
             return 0.0
         kept.granted = True
-        kept.fence = None
+        kept.event = None
         return 0.0  # its pushes can go on
 
     def _advance(self, push: _Push, now: float) -> float:
         message = push.message
-        kept = self._kept.get(message.request_id)
+        kept = self._held_requests.get(message.request_id)
         if not push.error:
             if self._consumers.get(push.agent) is not push.consumer:
                 self._stop(push, "the reader is gone, or has a new life")
@@ -510,13 +517,17 @@ class Sender:
     def _write(self, push: _Push, meta: ReqMeta, layer: int | None) -> None:
         """Write what is there and not yet written: of one layer, or, at the end, of all."""
         consumer, message = push.consumer, push.message
-        table_of = self._this.table_of
+        block_table_index = self._ctx.block_table_index
         theirs, their_starts = by_group(
-            consumer.geometry.groups, table_of, message.blocks, message.starts, message.block_sizes
+            consumer.geometry.groups,
+            block_table_index,
+            message.blocks,
+            message.starts,
+            message.block_sizes,
         )
         ours, our_starts = by_group(
             self._groups.values(),
-            table_of,
+            block_table_index,
             meta.host_blocks or meta.blocks,
             meta.starts,
             meta.block_sizes,
@@ -551,7 +562,7 @@ class Sender:
                     tables[name] = np.asarray(ours[name])[skip:]
                     starts[name] = our_starts[name] + skip * size
                 push.transfers.append(
-                    self._this.agent.write(
+                    self._ctx.agent.write(
                         consumer.peer,
                         self._plan(consumer, index, part, moved, tuple(layers)),
                         tables,
@@ -569,7 +580,7 @@ class Sender:
         self,
         consumer: Consumer,
         index: int,
-        part: pairing.Part,
+        part: tp_mapping.TransferSlice,
         groups: list[str],
         layers: tuple[int, ...],
     ) -> TransferPlan:
@@ -577,12 +588,12 @@ class Sender:
         plan = consumer.plans.get(key)
         if plan is None:
             plan = consumer.plans[key] = TransferPlan(
-                self._this.cache,
+                self._ctx.cache,
                 consumer.geometry,
                 groups=groups,
                 heads=part.heads,
                 layers=layers,
-                max_bytes=self._this.max_bytes,
+                max_bytes=self._ctx.max_bytes,
             )
         return plan
 
@@ -597,29 +608,29 @@ class Sender:
 
     def _conclude(self, push: _Push) -> None:
         """Tell the reader how a push went, of which nothing moves any more."""
-        message, key = push.message, (push.agent, push.message.ticket)
+        message, key = push.message, (push.agent, push.message.push_id)
         del self._pushes[key]
         self._pushes_of[message.request_id].discard(key)
         if not self._pushes_of[message.request_id]:
             del self._pushes_of[message.request_id]
-        end = messages.PushEnd(message.ticket, push.expired, push.error)
+        end = messages.PushDone(message.push_id, push.expired, push.error)
         self._answers.put(key, end)
         self._answer(push.agent, end)
         if not push.error:
             for transfer in push.transfers:
                 self._stats.transfer_done(transfer.result)
-            self._release(message.reader, message.request_id, message.lease)
+            self._release(message.consumer, message.request_id, message.lease)
 
     # ---- ends
 
-    def _end(self, kept: _Kept, why: str) -> None:
+    def _end(self, kept: _Held, why: str) -> None:
         if not kept.ending:
             kept.ending = why
 
-    def _let_go(self, kept: _Kept) -> None:
+    def _let_go(self, kept: _Held) -> None:
         """End a lease whose blocks nothing of ours reads any more."""
         self._table.revoke(kept.lease)
-        del self._kept[kept.id]
+        del self._held_requests[kept.id]
         self._over.put(kept.id, f"its lease is over: {kept.ending}")
         group = kept.meta.sibling_group
         if group is not None:
@@ -632,13 +643,13 @@ class Sender:
                 "the lease of request %s ended: %s", kept.id, kept.ending
             )
 
-    def _answer(self, agent: str, message: messages.BeatAck | messages.PushEnd) -> None:
+    def _answer(self, agent: str, message: messages.HeartbeatAck | messages.PushDone) -> None:
         consumer = self._consumers.get(agent)
         if consumer is None:
             self._stats.count("unanswered_notifications")
             return
         try:
-            self._this.agent.notify(consumer.peer, messages.encode(message))
+            self._ctx.agent.notify(consumer.peer, messages.encode(message))
         except PynixlkvError as error:
             _log.info("consumer %s could not be told: %s", agent, str(error))
             self._forget(agent)

@@ -4,7 +4,7 @@ The producer copies its device blocks to host blocks, which the consumer reads; 
 into host blocks and copies those to its device blocks. Which host blocks a request gets is decided
 by the `HostBlockPool` beside the engine's scheduler; the copies are started by the `HostStaging` in
 each worker, through a copy function that the engine gives, and run beside everything else: each has
-a `Fence`. `HostStaging` knows which host blocks hold, whole, what their device blocks hold now.
+a `DeviceEvent`. `HostStaging` knows which host blocks hold, whole, what their device blocks hold now.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from pynixlkv.connector.fences import Fence, has_ended
+from pynixlkv.connector.fences import DeviceEvent, has_completed
 from pynixlkv.connector.hostpool import HostBlockPool
 from pynixlkv.errors import ConfigError, NotStagedError, PlanError, StateError
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CopyFunction",
     "Direction",
-    "Fence",
+    "DeviceEvent",
     "HostBlockPool",
     "HostStaging",
 ]
@@ -45,29 +45,29 @@ class CopyFunction(Protocol):
 
     def __call__(
         self, direction: Direction, device_blocks: BlockLists, host_blocks: BlockLists
-    ) -> Fence:
+    ) -> DeviceEvent:
         """Start copying block i of each table to or from block i of the other; do not wait."""
         ...
 
 
 class _Copy:
-    """A copy that has been asked for: a `Fence` from before the engine's own is there."""
+    """A copy that has been asked for: a `DeviceEvent` from before the engine's own is there."""
 
     def __init__(self) -> None:
-        self._fence: Fence | None = None
+        self._event: DeviceEvent | None = None
         self._error: Exception | None = None
 
     def start(self, copy: CopyFunction, direction: Direction, *tables: BlockLists) -> None:
         try:
-            self._fence = copy(direction, *tables)
+            self._event = copy(direction, *tables)
         except Exception as error:
             self._error = error
             raise
 
-    def done(self) -> bool:
+    def query(self) -> bool:
         if self._error is not None:
             raise self._error
-        return self._fence is not None and self._fence.done()
+        return self._event is not None and self._event.query()
 
 
 class _Group:
@@ -144,7 +144,7 @@ class HostStaging:
             for mine, theirs in zip(device, host, strict=True)
         ]
 
-    def stage_out(self, device_blocks: BlockLists, host_blocks: BlockLists) -> Fence:
+    def stage_out(self, device_blocks: BlockLists, host_blocks: BlockLists) -> DeviceEvent:
         """Start to copy device blocks to host blocks, to be sent from there.
 
         Parameters
@@ -154,7 +154,7 @@ class HostStaging:
 
         Returns
         -------
-        Fence
+        DeviceEvent
             Once it is done, and as long as nobody writes the device blocks, the host blocks pass
             `check_staged`.
 
@@ -167,7 +167,7 @@ class HostStaging:
         """
         return self._start("d2h", device_blocks, host_blocks)
 
-    def stage_in(self, host_blocks: BlockLists, device_blocks: BlockLists) -> Fence:
+    def stage_in(self, host_blocks: BlockLists, device_blocks: BlockLists) -> DeviceEvent:
         """Start to copy host blocks that were received to device blocks.
 
         Parameters
@@ -177,7 +177,7 @@ class HostStaging:
 
         Returns
         -------
-        Fence
+        DeviceEvent
             The host blocks must not be freed before it is done.
 
         Raises
@@ -229,14 +229,14 @@ class HostStaging:
                 _refuse(group, ids[stale], "are older than their device blocks; stage them again")
                 for copy in set(group.copies[ids].tolist()):
                     try:
-                        is_done = copy.done()
+                        is_done = copy.query()
                     except Exception as error:
                         raise NotStagedError(
                             f"the copy to host blocks of group {group.name!r} failed: {error}"
                         ) from error
                     if not is_done:
                         waiting = ids[group.copies[ids] == copy]
-                        _refuse(group, waiting, "are still being copied; wait for the fence")
+                        _refuse(group, waiting, "are still being copied; wait for the event")
 
     def _pairs(self, blocks: BlockLists) -> list[tuple[_Group, Sequence[int]]]:
         if len(blocks) != len(self._groups):
@@ -245,7 +245,7 @@ class HostStaging:
 
     def _start(
         self, direction: Direction, device_blocks: BlockLists, host_blocks: BlockLists
-    ) -> Fence:
+    ) -> DeviceEvent:
         copy = _Copy()
         with self._lock:
             tables = []
@@ -260,11 +260,11 @@ class HostStaging:
                         f"group {group.name!r}: {device.size} device blocks and {host.size} host "
                         "blocks; expected equal numbers, and each block that is written once"
                     )
-                busy = [c for c in set(group.copies[host].tolist()) if c and not has_ended(c)]
+                busy = [c for c in set(group.copies[host].tolist()) if c and not has_completed(c)]
                 if busy:
                     raise StateError(
                         f"a copy of some of the host blocks {host[:8].tolist()} of group "
-                        f"{group.name!r} has not ended; wait for its fence before they are reused"
+                        f"{group.name!r} has not ended; wait for its event before they are reused"
                     )
                 tables.append((group, device, host))
             for group, device, host in tables:

@@ -25,7 +25,7 @@ __all__ = ["by_group"]
 
 def by_group(
     groups: Iterable[Group],
-    table_of: Mapping[str, int],
+    block_table_index: Mapping[str, int],
     blocks: BlockLists,
     starts: tuple[int, ...],
     sizes: tuple[int, ...],
@@ -36,7 +36,7 @@ def by_group(
     ----------
     groups : iterable of Group
         Groups of the side that the tables belong to.
-    table_of : mapping of str to int
+    block_table_index : mapping of str to int
         Which table each group uses.
     blocks : tuple of tuple of int
         The tables.
@@ -53,7 +53,7 @@ def by_group(
     tables: dict[str, ArrayLike] = {}
     begins: dict[str, int] = {}
     for group in groups:
-        index = table_of[group.name]
+        index = block_table_index[group.name]
         if not index < len(blocks) == len(starts):
             raise PlanError(
                 f"group {group.name!r} uses block table {index}; there are {len(blocks)} tables "

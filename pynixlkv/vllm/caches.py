@@ -98,7 +98,7 @@ def kv_cache(
     -------
     cache : KVCache
         Its groups are layers that differ in number only.
-    table_of : dict of str to int
+    block_table_index : dict of str to int
         Which of vLLM's block tables each group uses.
 
     Raises
@@ -127,12 +127,12 @@ def kv_cache(
             heads_of[key] = _total_heads(specs[name], tensor.shape[1], total_kv_heads, place)
     if not alike:
         raise ConfigError("vLLM registered no layer of a group that takes part in transfers")
-    caches, table_of = [], {}
+    caches, block_table_index = [], {}
     for (index, template, shape, dtype), members in alike.items():
         name = f"{index}:{template}"
-        while name in table_of:  # layers of one name pattern with different shapes
+        while name in block_table_index:  # layers of one name pattern with different shapes
             name += "'"
-        table_of[name] = index
+        block_table_index[name] = index
         spec = _layer_specs(kv_cache_config.transfer_groups[index])[next(iter(members))]
         caches.append(
             KVCache.from_tensors(
@@ -147,7 +147,7 @@ def kv_cache(
                 indivisible="N" if is_opaque else "",
             )
         )
-    return KVCache.combine(*caches), table_of
+    return KVCache.combine(*caches), block_table_index
 
 
 def _layer_specs(group: Any) -> Mapping[str, Any]:  # noqa: ANN401

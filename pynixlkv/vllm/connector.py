@@ -22,8 +22,8 @@ from pynixlkv import __version__
 from pynixlkv.connector.hostcopy import make_host_tensors
 from pynixlkv.connector.metadata import (
     ConnectorMetadata,
-    EngineShape,
-    HandOff,
+    KVTransferParams,
+    ParallelSizes,
     RequestInfo,
 )
 from pynixlkv.connector.scheduler import ConnectorScheduler
@@ -32,7 +32,7 @@ from pynixlkv.connector.worker import ConnectorWorker
 from pynixlkv.errors import ConfigError, LibraryVersionError
 from pynixlkv.handshake import Handshake
 from pynixlkv.vllm.caches import ParallelPlace, group_specs, kv_cache, layer_number
-from pynixlkv.vllm.host import BlockCopy, StreamFence
+from pynixlkv.vllm.host import BlockCopy, work_so_far
 from pynixlkv.vllm.options import Options
 from pynixlkv.vllm.stats import PyNixlKVPromMetrics, PyNixlKVStats
 
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
     from pynixlkv.agent import Agent
     from pynixlkv.connector.metadata import AgentMetadata, BlockLists
-    from pynixlkv.connector.receiver import Fence
 
 __all__ = ["PyNixlKVConnector"]
 
@@ -111,7 +110,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._dcp = vllm_config.parallel_config.decode_context_parallel_size
         self._settings = self._options.connector_config(_compatibility(vllm_config))
         parallel = vllm_config.parallel_config
-        self._shape = EngineShape(
+        self._parallel = ParallelSizes(
             pp=parallel.pipeline_parallel_size, tp=parallel.tensor_parallel_size, dcp=self._dcp
         )
         self._handshake: Handshake | None = None
@@ -131,7 +130,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler = ConnectorScheduler(
                 self._engine_id,
                 groups,
-                shape=self._shape,
+                parallel=self._parallel,
                 config=self._settings,
                 host_pool=HostBlockPool([host_blocks] * len(groups)) if host_blocks else None,
             )
@@ -182,8 +181,8 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         info = self._infos.get(request.request_id)
         if info is None:
             try:
-                hand_off = HandOff.from_dict(request.kv_transfer_params)
-                info = RequestInfo(request.request_id, request.num_prompt_tokens, hand_off)
+                params = KVTransferParams.from_dict(request.kv_transfer_params)
+                info = RequestInfo(request.request_id, request.num_prompt_tokens, params)
                 self._side.get_num_new_matched_tokens(info, 0)
             except ConfigError as error:
                 # Whoever sent it must not be able to stop the engine.
@@ -251,7 +250,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         }
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
             info = self._infos.get(request_id)
-            if info is not None and info.hand_off.do_remote_decode:
+            if info is not None and info.params.do_remote_decode:
                 until = min(computed[request_id] + count, info.num_prompt_tokens)
                 tables = self._tables(self._kv_cache_manager.get_block_ids(request_id))
                 self._side.save(info, tables, until)
@@ -304,13 +303,13 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             kv_cache_config=self._kv_cache_config,
             total_kv_heads=self._vllm_config.model_config.get_total_num_kv_heads(),
             place=ParallelPlace(
-                tp=(rank[1], self._shape.tp),
+                tp=(rank[1], self._parallel.tp),
                 dcp=(rank[1] % self._dcp, self._dcp),
                 interleave=parallel.cp_kv_cache_interleave_size,
             ),
             is_opaque=next(iter(kv_caches.values())).device.type == "cpu",
         )
-        cache, table_of = describe(kv_caches)
+        cache, block_table_index = describe(kv_caches)
         staging = None
         host_blocks = self._num_host_blocks()
         if host_blocks:
@@ -329,11 +328,13 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._agent,
             engine_id=self._engine_id,
             rank=rank,
-            shape=self._shape,
+            parallel=self._parallel,
             config=self._settings,
         )
         self._hello = _WorkerHello(
-            self._worker.register_kv_caches(cache, table_of=table_of, staging=staging)
+            self._worker.register_kv_caches(
+                cache, block_table_index=block_table_index, staging=staging
+            )
         )
         _log.info("rank %s: %r", rank, cache)
 
@@ -380,8 +381,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._is_step_begun = True
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _StepMetadata)
-        fence: Fence | None = StreamFence() if torch.cuda.is_available() else None
-        self._loader.start_load_kv(metadata.connector, fence)
+        self._loader.start_load_kv(metadata.connector, work_so_far())
         self._failing.update(metadata.rejected)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -402,8 +402,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _StepMetadata)
         if metadata.connector.reqs_to_save:
-            fence = StreamFence() if torch.cuda.is_available() else None
-            self._loader.save_kv_layer(number, fence)
+            self._loader.save_kv_layer(number, work_so_far())
 
     def wait_for_save(self) -> None:
         """Do nothing: kept blocks stay until they are reported as sent."""

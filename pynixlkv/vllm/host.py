@@ -12,24 +12,17 @@ from pynixlkv.connector.hostcopy import TensorCopy
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pynixlkv.connector.fences import Fence
+    from pynixlkv.connector.fences import DeviceEvent
     from pynixlkv.connector.metadata import BlockLists
     from pynixlkv.connector.staging import Direction
     from pynixlkv.geometry import Geometry
 
-__all__ = ["BlockCopy", "StreamFence"]
+__all__ = ["BlockCopy", "work_so_far"]
 
 
-class StreamFence:
-    """Done when all work that was launched on the current stream has ended."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()
-
-    def done(self) -> bool:
-        """Return whether it has ended."""
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+def work_so_far() -> torch.cuda.Event | None:
+    """Return an event after all work launched on the current stream; None without CUDA."""
+    return torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
 
 
 class BlockCopy:
@@ -59,7 +52,7 @@ class BlockCopy:
 
     def __call__(
         self, direction: Direction, device_blocks: BlockLists, host_blocks: BlockLists
-    ) -> Fence:
+    ) -> DeviceEvent:
         """Start to copy; as `pynixlkv.connector.staging.CopyFunction` says."""
         if self.operation is None:
             plain = TensorCopy(*((device, host, "BHND") for device, host in self._groups))
@@ -72,4 +65,4 @@ class BlockCopy:
                 self.operation(device, host, ids, other, direction)
             else:
                 self.operation(host, device, other, ids, direction)
-        return StreamFence() if torch.cuda.is_available() else DONE
+        return work_so_far() or DONE

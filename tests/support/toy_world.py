@@ -34,14 +34,14 @@ class Clock:
         return self.now
 
 
-class FakeFence:
+class FakeEvent:
     """Work on a device that ends, or fails, when the test says so."""
 
     def __init__(self) -> None:
         self.is_done = False
         self.error: Exception | None = None
 
-    def done(self) -> bool:
+    def query(self) -> bool:
         if self.error is not None:
             raise self.error
         return self.is_done

@@ -15,14 +15,14 @@ from pynixlkv.topology import expected_readers, read_sources, release_targets
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pynixlkv.connector.metadata import EngineShape, Rank
+    from pynixlkv.connector.metadata import ParallelSizes, Rank
     from pynixlkv.geometry import Geometry, Group
 
-__all__ = ["Part", "check_complete", "num_readers", "parts", "ranks_to_tell"]
+__all__ = ["TransferSlice", "check_complete", "num_readers", "transfer_slices", "ranks_to_tell"]
 
 
 @dataclass(frozen=True)
-class Part:
+class TransferSlice:
     """What one rank of a consumer gets from one rank of a producer in one transfer.
 
     Parameters
@@ -41,7 +41,7 @@ class Part:
 
 
 def ranks_to_tell(
-    groups: Iterable[Group], rank: Rank, shape: EngineShape, remote: EngineShape
+    groups: Iterable[Group], rank: Rank, parallel: ParallelSizes, remote: ParallelSizes
 ) -> list[Rank]:
     """Return the producer's ranks that a consumer rank reads from, or only tells the end.
 
@@ -53,9 +53,9 @@ def ranks_to_tell(
         for group in groups
         for target in release_targets(
             group.kv_heads,
-            local=(rank[1], shape.tp),
+            local=(rank[1], parallel.tp),
             remote_size=remote.tp,
-            local_dcp=shape.dcp,
+            local_dcp=parallel.dcp,
             remote_dcp=remote.dcp,
         )
     }
@@ -63,7 +63,7 @@ def ranks_to_tell(
 
 
 def num_readers(
-    groups: Iterable[Group], rank: Rank, shape: EngineShape, remote: EngineShape
+    groups: Iterable[Group], rank: Rank, parallel: ParallelSizes, remote: ParallelSizes
 ) -> int:
     """Return how many ranks of a consumer a producer rank must hear from.
 
@@ -74,23 +74,23 @@ def num_readers(
         for group in groups
         for reader in expected_readers(
             group.kv_heads,
-            local=(rank[1], shape.tp),
+            local=(rank[1], parallel.tp),
             remote_size=remote.tp,
-            local_dcp=shape.dcp,
+            local_dcp=parallel.dcp,
             remote_dcp=remote.dcp,
         )
     }
     return len(readers) * remote.pp
 
 
-def parts(
+def transfer_slices(
     consumer: Geometry,
     consumer_rank: Rank,
-    consumer_shape: EngineShape,
+    consumer_parallel: ParallelSizes,
     producer: Geometry,
     producer_rank: Rank,
-    producer_shape: EngineShape,
-) -> list[Part]:
+    producer_parallel: ParallelSizes,
+) -> list[TransferSlice]:
     """Return what a consumer rank gets from a producer rank: usually one part, or nothing.
 
     Raises
@@ -98,8 +98,8 @@ def parts(
     IncompatibleLayoutError
         If the groups of the two differ, or if a geometry is not the one of its rank.
     """
-    _check_ranks("local", consumer, consumer_rank, consumer_shape)
-    _check_ranks("remote", producer, producer_rank, producer_shape)
+    _check_ranks("local", consumer, consumer_rank, consumer_parallel)
+    _check_ranks("remote", producer, producer_rank, producer_parallel)
     theirs = {group.name: group for group in producer.groups}
     by_heads: dict[tuple[int, ...] | None, tuple[list[str], set[int]]] = {}
     for group in consumer.groups:
@@ -115,10 +115,10 @@ def parts(
             continue
         for source in read_sources(
             group.kv_heads,
-            local=(consumer_rank[1], consumer_shape.tp),
-            remote_size=producer_shape.tp,
-            local_dcp=consumer_shape.dcp,
-            remote_dcp=producer_shape.dcp,
+            local=(consumer_rank[1], consumer_parallel.tp),
+            remote_size=producer_parallel.tp,
+            local_dcp=consumer_parallel.dcp,
+            remote_dcp=producer_parallel.dcp,
         ):
             if source.rank == producer_rank[1]:
                 key = None if group.kv_heads is None else tuple(source.heads)
@@ -126,7 +126,7 @@ def parts(
                 names.append(group.name)
                 union |= layers
     return [
-        Part(tuple(names), heads, tuple(sorted(layers)))
+        TransferSlice(tuple(names), heads, tuple(sorted(layers)))
         for heads, (names, layers) in by_heads.items()
     ]
 
@@ -152,11 +152,11 @@ def check_complete(consumer: Geometry, producers: Sequence[Geometry]) -> None:
         raise _incompatible(differences)
 
 
-def _check_ranks(side: str, geometry: Geometry, rank: Rank, shape: EngineShape) -> None:
+def _check_ranks(side: str, geometry: Geometry, rank: Rank, parallel: ParallelSizes) -> None:
     for group in geometry.groups:
-        if group.kv_heads is not None and group.tp != (rank[1], shape.tp):
+        if group.kv_heads is not None and group.tp != (rank[1], parallel.tp):
             raise _incompatible(
-                [(f"{group.name}.tp of the {side} side", group.tp, (rank[1], shape.tp))]
+                [(f"{group.name}.tp of the {side} side", group.tp, (rank[1], parallel.tp))]
             )
 
 
