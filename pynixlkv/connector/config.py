@@ -22,30 +22,30 @@ class ConnectorConfig:
     Parameters
     ----------
     transfer_mode : str
-        ``"pull"``, the consumer reads; ``"push"``, the producer writes. Both sides need the same.
+        ``"pull"``, the consumer reads; ``"push"``, the producer writes. The same on both sides.
     lease_duration : float
-        How long a producer keeps blocks from the end of the prefill, and after each heartbeat.
+        How long a producer holds blocks after the end of the prefill and after each heartbeat.
     heartbeat_interval : float, optional
         Time between two heartbeats to a producer; a sixth of its lease duration if left out.
     missed_heartbeats : int
-        A producer that leaves as many of them unanswered in a row counts as dead.
+        A producer that leaves this many in a row unanswered counts as dead.
     transfer_timeout : float
-        Longest time from the start of a request's receiving to its end.
+        Longest time to receive a request.
     handshake_timeout : float
         Longest time to get a producer's metadata.
     peer_ttl : float
-        Producers that nothing was received from for as long are forgotten.
+        Producers that are idle for this long are forgotten.
     max_leases : int
-        Most requests that a producer keeps at once.
+        Most requests that a producer holds at once.
     partial_blocks : bool
-        Hand over a last block that is not full. Without, prompts are cut to whole blocks, and one
-        that is shorter than a block is not handed over at all.
+        Hand over a last block that is not full. Otherwise prompts are cut to whole blocks, and one
+        that is shorter than a block is not handed over.
     max_bytes : int, optional
         Longest descriptor, see `pynixlkv.plan.TransferPlan`.
     compatibility : mapping of str to str
-        What must be equal on both sides beyond what the geometries tell (model, attention backend).
+        What both sides must agree on beyond their geometries (model, attention backend).
     allow_insecure : bool
-        Ask for metadata beyond loopback although there is no shared secret.
+        Fetch metadata beyond loopback without a shared secret.
 
     Raises
     ------
@@ -80,5 +80,5 @@ class ConnectorConfig:
             )
 
     def heartbeat_period(self, lease_duration: float) -> float:
-        """Return the time between two heartbeats for leases of a producer."""
+        """Return the time between two heartbeats for leases of this duration."""
         return self.heartbeat_interval or lease_duration / 6

@@ -19,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from pynixlkv import __version__
-from pynixlkv.connector.hostcopy import make_host_tensors
 from pynixlkv.connector.metadata import (
     ConnectorMetadata,
     KVTransferParams,
@@ -27,7 +26,7 @@ from pynixlkv.connector.metadata import (
     RequestInfo,
 )
 from pynixlkv.connector.scheduler import ConnectorScheduler
-from pynixlkv.connector.staging import HostBlockPool, HostStaging
+from pynixlkv.connector.staging import HostBlockPool, HostStaging, make_host_tensors
 from pynixlkv.connector.worker import ConnectorWorker
 from pynixlkv.errors import ConfigError, LibraryVersionError
 from pynixlkv.handshake import Handshake

@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pynixlkv.connector.fences import DONE
-from pynixlkv.connector.hostcopy import TensorCopy
+from pynixlkv.connector.staging import COMPLETED, TensorCopy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pynixlkv.connector.fences import DeviceEvent
     from pynixlkv.connector.metadata import BlockLists
-    from pynixlkv.connector.staging import Direction
+    from pynixlkv.connector.staging import DeviceEvent, Direction
     from pynixlkv.geometry import Geometry
 
 __all__ = ["BlockCopy", "work_so_far"]
@@ -65,4 +63,4 @@ class BlockCopy:
                 self.operation(device, host, ids, other, direction)
             else:
                 self.operation(host, device, other, ids, direction)
-        return work_so_far() or DONE
+        return work_so_far() or COMPLETED
