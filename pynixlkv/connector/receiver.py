@@ -65,21 +65,13 @@ _LONGEST_POLL_S = 0.05
 
 @dataclass(frozen=True)
 class RequestEnd:
-    """How receiving a request ended.
-
-    Parameters
-    ----------
-    state : EndState
-        The end.
-    error : Exception or None
-        Why, unless it was received.
-    blocks : tuple of tuple of int
-        Local blocks, by group, whose contents are undefined; empty if it was received.
-    """
+    """How receiving a request ended."""
 
     state: EndState
     error: Exception | None
+    """Why, unless it was received."""
     blocks: BlockLists
+    """Local blocks, by group, whose contents are undefined; empty if it was received."""
 
 
 class _Step(enum.Enum):

@@ -32,22 +32,15 @@ __all__ = ["ConnectorScheduler", "GroupSpec"]
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """How to read the block tables of one group of layers.
-
-    Parameters
-    ----------
-    block_size : int
-        Tokens per block of a table (of all ranks together, under context parallelism); 0 for
-        state, whose tables are not by position.
-    window : int, optional
-        Number of last tokens that attention reaches; earlier blocks are neither held nor fetched.
-    null_block : int, optional
-        The block number that stands for "none" at the front of a table.
-    """
+    """How to read the block tables of one group of layers."""
 
     block_size: int
+    """Tokens per block of a table (of all ranks together, under context parallelism); 0 for state,
+    whose tables are not by position."""
     window: int | None = None
+    """Number of last tokens that attention reaches; earlier blocks are neither held nor fetched."""
     null_block: int | None = None
+    """The block number that stands for "none" at the front of a table."""
 
 
 @dataclass
@@ -64,6 +57,9 @@ class _Held:
 
 class ConnectorScheduler:
     """Decides for one engine. Not thread-safe; never blocks.
+
+    Its methods take `blocks`, all block tables of a request from position 0 on, one for each group,
+    and `num_computed_tokens`, the number of tokens from position 0 on whose KV is local.
 
     Parameters
     ----------
@@ -135,14 +131,7 @@ class ConnectorScheduler:
     def get_num_new_matched_tokens(
         self, request: RequestInfo, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens can be fetched beyond the local ones.
-
-        Parameters
-        ----------
-        request : RequestInfo
-            The request.
-        num_computed_tokens : int
-            Tokens, from position 0 on, whose KV is local already.
+        """Return how many tokens can be fetched beyond the local ones. Changes nothing.
 
         Returns
         -------
@@ -155,11 +144,7 @@ class ConnectorScheduler:
         Raises
         ------
         ConfigError
-            If the parameters do not fit this engine.
-
-        Notes
-        -----
-        May be called any number of times.
+            If the request's parameters do not fit this engine.
         """
         if not request.params.do_remote_prefill or not self._is_open(request):
             return 0, False
@@ -192,20 +177,8 @@ class ConnectorScheduler:
     ) -> None:
         """Fetch the promised tokens of a request whose blocks have been allocated.
 
-        Parameters
-        ----------
-        request : RequestInfo
-            The request.
-        blocks : tuple of tuple of int
-            All its block tables, from position 0 on, one for each group.
-        num_computed_tokens : int
-            Tokens whose KV was local before.
-        num_external_tokens : int
-            Tokens beyond these to fetch, as returned by `get_num_new_matched_tokens`.
-
-        Notes
-        -----
-        Later calls for the same request have no effect.
+        `num_external_tokens` is what `get_num_new_matched_tokens` returned. Later calls for the
+        same request have no effect.
         """
         if not request.params.do_remote_prefill or not self._is_open(request):
             return
@@ -268,9 +241,9 @@ class ConnectorScheduler:
         request : RequestInfo
             The request.
         blocks : tuple of tuple of int
-            All its block tables, from position 0 on, one for each group.
+            Its block tables.
         num_computed_tokens : int
-            Tokens, from position 0 on, whose KV is in the blocks.
+            Tokens whose KV is in the blocks.
         is_complete : bool
             False if it was aborted or failed.
 
@@ -354,14 +327,7 @@ class ConnectorScheduler:
     def save(self, request: RequestInfo, blocks: BlockLists, num_computed_tokens: int) -> None:
         """Push the layers of a request that runs in this step as they finish.
 
-        Parameters
-        ----------
-        request : RequestInfo
-            The request.
-        blocks : tuple of tuple of int
-            All its block tables, from position 0 on.
-        num_computed_tokens : int
-            Tokens whose KV will be in the blocks after the step.
+        `num_computed_tokens` includes the tokens of the step.
         """
         if (
             request.params.do_remote_decode
@@ -375,11 +341,6 @@ class ConnectorScheduler:
 
         Layers that were pushed are pushed again once they have been recomputed. Call it before
         `build_connector_meta` of the step in which the blocks may have a new use.
-
-        Parameters
-        ----------
-        request_id : str
-            The request.
         """
         self._next.reqs_to_save.pop(request_id, None)
         self._next.reqs_preempted.add(request_id)
@@ -398,13 +359,7 @@ class ConnectorScheduler:
         received: set[str] | frozenset[str] = frozenset(),
         failed: set[str] | frozenset[str] | Mapping[str, object] = frozenset(),
     ) -> None:
-        """Take the reports of all workers of the engine.
-
-        Parameters
-        ----------
-        sent, received, failed : set of str
-            As in `Finished`: `sent` when every worker has reported it.
-        """
+        """Take reports of `Finished`; a request is `sent` once every worker has reported it."""
         for request_id in sent:
             held = self._held.pop(request_id, None)
             if held is not None:

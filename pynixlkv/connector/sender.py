@@ -394,7 +394,7 @@ class Sender:
     # ---- the thread's round
 
     def poll(self, now: float, sent: set[str]) -> float:
-        """Advance everything; add freed requests to `sent`; return the seconds until the next call."""
+        """Advance everything; add freed requests to `sent`; return as `Receiver.poll` does."""
         self._settle_connecting(now)
         due = self._push_layers()
         for push in list(self._pushes.values()):

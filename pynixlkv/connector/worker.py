@@ -54,22 +54,15 @@ _NUM_HANDSHAKES = 4
 
 @dataclass
 class Finished:
-    """Requests that have ended since the last call; each appears once in a worker's life.
-
-    Parameters
-    ----------
-    sent : set of str
-        Requests whose blocks may be reused: all readers are done, or the lease is over.
-    received : set of str
-        Requests whose blocks have all arrived.
-    failed : dict of str to RequestEnd
-        Requests that were not received: why, and which blocks are invalid. No transfer writes into
-        these blocks any more.
-    """
+    """Requests that have ended since the last call; each appears once in a worker's life."""
 
     sent: set[str] = field(default_factory=set)
+    """Their blocks may be reused: all readers are done, or the lease is over."""
     received: set[str] = field(default_factory=set)
+    """Their blocks have all arrived."""
     failed: dict[str, RequestEnd] = field(default_factory=dict)
+    """They were not received: why, and which blocks are invalid. No transfer writes into these
+    blocks any more."""
 
     def __bool__(self) -> bool:
         return bool(self.sent or self.received or self.failed)
@@ -202,13 +195,6 @@ class ConnectorWorker:
         -------
         AgentMetadata
             For the engine's handshake.
-
-        Raises
-        ------
-        StateError
-            If it was called before.
-        RegistrationError, NativeError
-            If the memory cannot be registered.
         """
         if self._engines is not None:
             raise StateError("register_kv_caches was called before; a worker has one cache")
@@ -258,13 +244,8 @@ class ConnectorWorker:
     def start_load_kv(self, metadata: ConnectorMetadata, event: DeviceEvent | None = None) -> None:
         """Take the scheduler's message for a step.
 
-        Parameters
-        ----------
-        metadata : ConnectorMetadata
-            What to begin.
-        event : DeviceEvent, optional
-            Completes after all work launched on the device so far. Blocks named by the message may
-            still be in use by other requests: nothing is read or written before it completes.
+        `event` completes after all work launched on the device so far. Blocks named by the message
+        may still be in use by other requests: nothing is read or written before it completes.
         """
         if not metadata:
             return
@@ -298,15 +279,7 @@ class ConnectorWorker:
             raise
 
     def save_kv_layer(self, layer: int, event: DeviceEvent | None = None) -> None:
-        """Note that a layer of this step has been launched, and can be pushed.
-
-        Parameters
-        ----------
-        layer : int
-            Its global index.
-        event : DeviceEvent, optional
-            Completes when the layer is in the cache; if left out, it is there already.
-        """
+        """Note that a layer, by global index, has been launched and can be pushed after `event`."""
         self._do(lambda _: self._sender.layer_done(layer, event))
 
     def get_finished(self) -> Finished:
@@ -316,13 +289,7 @@ class ConnectorWorker:
         return finished
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the local blocks of failed requests that `get_finished` has not returned yet.
-
-        Returns
-        -------
-        set of int
-            Without their groups, which `Finished.failed` has.
-        """
+        """Return the blocks, without groups, of failed requests not yet taken by `get_finished`."""
         with self._lock:
             ends = list(self._finished.failed.values())
         return {block for end in ends for table in end.blocks for block in table}
@@ -362,12 +329,9 @@ class ConnectorWorker:
             self._agent.wake()
 
     def poll(self) -> float:
-        """Do all pending work; called by the connector's thread, or by the owner without one.
+        """Do all pending work; return the seconds until the next call, if the agent stays idle.
 
-        Returns
-        -------
-        float
-            Seconds until the next call is due; activity of the agent makes it due at once.
+        Called by the connector's thread, or by the caller if there is none.
         """
         now = self._clock()
         while self._commands:
@@ -452,15 +416,8 @@ class ConnectorWorker:
     # ---- the end
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Stop the thread and the handshakes; idempotent.
+        """Stop the thread and the handshakes; idempotent. Waits at most `timeout` for the thread.
 
-        Parameters
-        ----------
-        timeout : float
-            Longest wait in seconds for the thread.
-
-        Notes
-        -----
         Requests that are being received end unreported, and leases end with the agent. Close it
         next: that waits until it is quiet, and held blocks must not be reused before.
         """
