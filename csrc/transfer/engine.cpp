@@ -59,12 +59,10 @@ Engine::Engine(std::string name, const DriverFactory& factory, const EngineOptio
     ::sigfillset(&all);
     ::pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
-        std::thread([loop = loop_, factory, started] {
-            const bool clean = loop->run(factory, *started);
-            const std::lock_guard lock(loop->closed_mutex_);
-            loop->exited_ = true;
-            loop->closed_.store(clean);
-            loop->closed_changed_.notify_all();
+        std::promise<bool> exited;
+        exited_ = exited.get_future();
+        std::thread([loop = loop_, factory, started, exited = std::move(exited)]() mutable {
+            exited.set_value_at_thread_exit(loop->run(std::move(factory), *started));
         }).detach();
     } catch (...) {
         ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -318,13 +316,12 @@ bool Engine::close(TimePoint until) {
         loop_->closing_ = true;
     }
     loop_->wake();
-    std::unique_lock lock(loop_->closed_mutex_);
-    loop_->closed_changed_.wait_until(lock, until, [this] { return loop_->exited_; });
-    return loop_->closed_.load();
+    (void)exited_.wait_until(until);
+    return is_closed();
 }
 
 bool Engine::is_closed() const noexcept {
-    return loop_->closed_.load();
+    return exited_.wait_for(Clock::duration::zero()) == std::future_status::ready && exited_.get();
 }
 
 void Engine::stop(TimePoint until) {
@@ -335,8 +332,7 @@ void Engine::stop(TimePoint until) {
         loop_->stop_ = true;
     }
     loop_->wake();
-    std::unique_lock lock(loop_->closed_mutex_);
-    loop_->closed_changed_.wait_until(lock, until, [this] { return loop_->exited_; });
+    (void)exited_.wait_until(until);
 }
 
 }  // namespace pynixlkv::transfer

@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -279,6 +280,8 @@ class Engine : LiveCounted<Engine> {
     auto call(F function) -> decltype(function());
 
     std::shared_ptr<Loop> loop_;
+    /// Ready when the thread is gone with all that it held: whether it gave everything back.
+    std::shared_future<bool> exited_;
     pid_t pid_;
 };
 

@@ -52,6 +52,10 @@ struct Active {
     bool expanded = false;
     std::size_t next = 0;
     std::vector<Running> running;
+
+    [[nodiscard]] std::size_t size() const noexcept {
+        return prepared != nullptr ? local_indices.size() : local.size();
+    }
 };
 
 /// What the engine's thread and its callers share. The thread holds one reference, the Engine
@@ -66,7 +70,7 @@ class Loop {
     // ---- engine thread ----
     /// The thread's life.
     /// @return whether everything was given back
-    bool run(const DriverFactory& factory, std::promise<void>& started);
+    bool run(DriverFactory factory, std::promise<void>& started);
     std::shared_ptr<Registration> add_registration(const std::shared_ptr<Registration>& r);
     void remove_registration(Registration& registration);
     std::shared_ptr<Peer> connect(const std::string& name, const std::string& incarnation,
@@ -107,11 +111,6 @@ class Loop {
     MemoryMap memory_;
     std::map<std::uint64_t, std::shared_ptr<Registration>> registrations_;
 
-    std::mutex closed_mutex_;
-    std::condition_variable closed_changed_;
-    std::atomic<bool> closed_{false};
-    bool exited_ = false;  // guarded by closed_mutex_
-
     std::atomic<std::uint64_t> next_id_{1};
     std::atomic<std::size_t> num_quarantined_{0};
     std::atomic<std::size_t> num_running_{0};
@@ -136,6 +135,7 @@ class Loop {
     static void let_go(Active& a);
     static void drop(Peer& peer);
     void settle();
+    void excuse_pause();
     void pause(bool busy);
     void sleep(Clock::duration longest);
     void tell(Peer& peer, const std::string& message);
@@ -165,6 +165,8 @@ class Loop {
     std::vector<Row> spare_local_;
     std::vector<Row> spare_remote_;
     std::vector<Notification> arrivals_;
+    /// Start of the current turn of the loop; deadlines are judged by it.
+    TimePoint turn_ = Clock::now();
     TimePoint last_activity_ = Clock::now();
     TimePoint last_ring_{};
     /// Whether all that may send to this agent are known to ring.
