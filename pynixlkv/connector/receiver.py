@@ -581,12 +581,32 @@ class Receiver:
             if engine.state is not RemoteEngineState.READY or not engine.requests:
                 continue
             if now >= engine.next_heartbeat:
-                self._send_heartbeats(engine, now)
+                engine.next_heartbeat = now + engine.heartbeat_period
+                self._beat_or_drop(engine)
             due = min(due, max(engine.next_heartbeat - now, 0.0))
         return due
 
-    def _send_heartbeats(self, engine: RemoteEngine, now: float) -> None:
-        engine.next_heartbeat = now + engine.heartbeat_period
+    def renew_leases(self) -> None:
+        """Send heartbeats at once: after a pause of this process, leases may be about to expire."""
+        for engine in self._engines.all():
+            if engine.state is RemoteEngineState.READY and engine.requests:
+                self._send_heartbeats(engine)
+
+    def _beat_or_drop(self, engine: RemoteEngine) -> None:
+        for producer in engine.producers:
+            if producer.unanswered >= self._config.missed_heartbeats:
+                error = PeerLostError(
+                    f"rank {producer.rank} of engine {engine.engine_id!r} left "
+                    f"{producer.unanswered} heartbeats unanswered",
+                    peer=producer.peer.name,
+                )
+                self._engines.drop(engine, error)
+                return
+        if self._send_heartbeats(engine):
+            for producer in engine.producers:
+                producer.unanswered += 1
+
+    def _send_heartbeats(self, engine: RemoteEngine) -> bool:
         wanted = []
         for request_id in engine.requests:
             request, waiting = self._requests.get(request_id), self._waiting.get(request_id)
@@ -599,14 +619,6 @@ class Receiver:
             self._heartbeat_number += 1
             beats.append(messages.encode(messages.Heartbeat(self._heartbeat_number, entries)))
         for producer in engine.producers:
-            if producer.unanswered >= self._config.missed_heartbeats:
-                error = PeerLostError(
-                    f"rank {producer.rank} of engine {engine.engine_id!r} left "
-                    f"{producer.unanswered} heartbeats unanswered",
-                    peer=producer.peer.name,
-                )
-                self._engines.drop(engine, error)
-                return
             try:
                 if producer.unanswered:
                     self._attach(producer)  # it may have missed, or forgotten, this worker
@@ -614,8 +626,8 @@ class Receiver:
                     self._ctx.agent.notify(producer.peer, beat)
             except PynixlkvError as error:
                 self._engines.drop(engine, _lost(engine, error))
-                return
-            producer.unanswered += 1
+                return False
+        return True
 
     def _attach(self, producer: RemoteRank) -> None:
         attach = messages.ConsumerHello(self._ctx.identity, self._ctx.hello)

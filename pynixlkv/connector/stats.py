@@ -42,13 +42,14 @@ Event: TypeAlias = Literal[
     "errors",
     "foreign_notifications",
     "late_notifications",
+    "pauses",
     "peers_lost",
     "releases_lost",
     "unanswered_notifications",
 ]
 """What is counted by name. Notifications: of something seen before, of a request that is not known
 yet, of nothing that a connector sends, of a request that is over, and those that could not be
-answered. Errors are defects: what was not expected to fail did."""
+answered. Pauses are those of this process, as when its host is too busy. Errors are defects: what was not expected to fail did."""
 
 _NUM_BUCKETS = len(BUCKET_BOUNDS_S) + 1
 
