@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 
 from toy_engine import Model, ToyEngine
 
@@ -33,6 +34,16 @@ class Driver:
         self.outcome = {}
         self.watched = {}
         self.aborted = set()
+        self.skipped_s = 0.0
+
+    def clock(self):
+        return time.monotonic() + self.skipped_s
+
+    def pass_time(self, seconds):
+        """Move the clock of the engine's workers."""
+        self.skipped_s += seconds
+        for rank in self.engine.ranks:
+            rank.agent.wake()
 
     def make(self, transport, engine_id, model, config, **options):
         """Begin an engine in place of the one before."""
@@ -45,6 +56,7 @@ class Driver:
             None,
             config=config,
             background=True,
+            clock=self.clock,
             **options,
         )
         self.handshake = Handshake(
@@ -171,9 +183,11 @@ class Remote:
         """Send a command whose answer is not waited for."""
         self.peer.send((name, args, options))
 
-    def until(self, reached):
-        """Ask for the ends until they are as they should be; returns them."""
+    def until(self, reached, pass_time=0.0):
+        """Ask for the ends, and move the clock, until they are as they should be; returns them."""
         while True:
             ends = self.ends()
             if reached(ends):
                 return ends
+            if pass_time:
+                self.pass_time(pass_time)
