@@ -14,7 +14,7 @@ __all__ = ["ObservedClock"]
 class ObservedClock:
     """Seconds for deadlines of what others do; a pause of this process does not count.
 
-    A reader promises to look at the clock often. Readings further apart than `longest_gap` show that
+    A reader looks at the clock often. Readings further apart than `longest_gap` show that
     the process was stopped, or starved by a busy host. What others sent meanwhile is still to be
     received, so the gap is left out: nothing expires before the reader has had a chance to look.
 

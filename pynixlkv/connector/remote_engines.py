@@ -1,7 +1,8 @@
 """A consumer's connections to the ranks of producer engines.
 
-A engine is made on first use, by a handshake in the background that any number of requests can wait
-for, and forgotten when it is dead or idle. Its life: CONNECTING, then READY, then DEAD.
+A `RemoteEngine` is created on first use and connects in the background; any number of requests can
+wait for it. Its states are CONNECTING, READY and DEAD, in this order. It is forgotten once it is
+dead or idle.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from pynixlkv.connector import messages, tp_mapping
+from pynixlkv.connector import tp_mapping
 from pynixlkv.connector.leases import LEASE_GROUP
 from pynixlkv.errors import (
     HandshakeError,
@@ -25,19 +26,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from concurrent.futures import Future
 
-    from pynixlkv.agent import Agent, Peer
+    from pynixlkv.agent import Peer
+    from pynixlkv.connector.context import Peers, WorkerContext
     from pynixlkv.connector.metadata import KVTransferParams, ParallelSizes, Rank
-    from pynixlkv.connector.peers import Peers
-    from pynixlkv.geometry import Geometry, KVCache
+    from pynixlkv.geometry import Geometry
 
-__all__ = [
-    "Fetch",
-    "RemoteEngine",
-    "RemoteEngineState",
-    "RemoteEngines",
-    "RemoteRank",
-    "WorkerContext",
-]
+__all__ = ["Fetch", "RemoteEngine", "RemoteEngineState", "RemoteEngines", "RemoteRank", "split"]
 
 
 class Fetch(Protocol):
@@ -51,43 +45,12 @@ class Fetch(Protocol):
         ranks: list[Rank],
         timeout: float,
     ) -> Mapping[Rank, bytes]:
-        """Return the hello of each rank that was asked for, or raise."""
+        """Return the hello of each requested rank, or raise."""
         ...
 
 
-@dataclass(frozen=True)
-class WorkerContext:
-    """What the parts of a worker share: its agent, its place, its memory.
-
-    Parameters
-    ----------
-    agent : Agent
-        Moves bytes and messages.
-    identity : ConsumerRank
-        Its place in its engine.
-    cache : Geometry
-        What transfers read and write: the KV cache, or the host cache that it is staged in.
-    lease_buffer : KVCache
-        Where lease words are read to.
-    block_table_index : mapping of str to int
-        Which of the engine's block tables each group of the cache uses; the same in both engines.
-    hello : bytes
-        What producers need to reach it.
-    max_bytes : int or None
-        Longest descriptor.
-    """
-
-    agent: Agent
-    identity: messages.ConsumerRank
-    cache: Geometry
-    lease_buffer: KVCache
-    block_table_index: Mapping[str, int]
-    hello: bytes
-    max_bytes: int | None
-
-
 class RemoteEngineState(enum.Enum):
-    """Life of a engine."""
+    """State of a connection."""
 
     CONNECTING = "connecting"
     READY = "ready"
@@ -96,35 +59,34 @@ class RemoteEngineState(enum.Enum):
 
 @dataclass(eq=False)
 class RemoteRank:
-    """A rank of a producer engine that this worker reads from, or only tells the end."""
+    """A rank of a producer that this worker reads from, or only releases."""
 
     rank: Rank
     peer: Peer
     plans: tuple[TransferPlan, ...]
-    """What to read from it; empty if nothing is."""
+    """What to read from it; empty if nothing."""
     words: TransferPlan
-    """From its lease table to the lease_buffer words."""
+    """From its lease table to this worker's lease buffer."""
     geometry: Geometry
     unanswered: int = 0
     """Heartbeats since its last answer."""
     has_answered: bool = False
-    """It has this worker's `ConsumerHello`: it can say when its writes have ended."""
+    """It has this worker's `ConsumerHello`, so it can report the end of a push."""
 
 
 @dataclass(eq=False)
 class RemoteEngine:
-    """The connection to one producer engine."""
+    """The connection to one producer."""
 
     engine_id: str
     address: tuple[str, int]
-    parallel: ParallelSizes
     connecting: Future[list[RemoteRank]]
     state: RemoteEngineState = RemoteEngineState.CONNECTING
-    producers: list[RemoteRank] = field(default_factory=list)
+    ranks: list[RemoteRank] = field(default_factory=list)
     error: PynixlkvError | None = None
     requests: set[str] = field(default_factory=set)
-    """Local ids of requests that are queued or under way over this engine. While there are any, its
-    leases are kept alive, and, after its death, its peers are."""
+    """Local ids of queued and running requests. While there are any, their leases are kept alive
+    and, after the engine's death, its peers stay connected."""
     num_checks: int = 0
     """Reads of lease words that are not quiet; they need the peers as well."""
     heartbeat_period: float = 0.0
@@ -134,34 +96,15 @@ class RemoteEngine:
     @property
     def sources(self) -> list[RemoteRank]:
         """The ranks that bytes are read from."""
-        return [producer for producer in self.producers if producer.plans]
+        return [rank for rank in self.ranks if rank.plans]
 
     def of_agent(self, name: str) -> RemoteRank | None:
-        """Return the producer of an agent's name."""
-        for producer in self.producers:
-            if producer.peer.name == name:
-                return producer
-        return None
+        """Return the rank with an agent's name."""
+        return next((rank for rank in self.ranks if rank.peer.name == name), None)
 
 
 class RemoteEngines:
-    """All engines of a worker, by engine id. Not thread-safe; only the handshakes run elsewhere.
-
-    Parameters
-    ----------
-    ctx : WorkerContext
-        This worker.
-    fetch : Fetch
-        Gets hello bytes.
-    submit : callable
-        Runs a function on another thread and returns its future.
-    peers : Peers
-        Connects to producers.
-    timeout : float
-        Longest handshake in seconds.
-    ttl : float
-        Idle engines are forgotten after as many seconds.
-    """
+    """A worker's producers, by engine id. Not thread-safe; only handshakes run on other threads."""
 
     def __init__(
         self,
@@ -180,34 +123,34 @@ class RemoteEngines:
         self._timeout = timeout
         self._ttl = ttl
         self._engines: dict[str, RemoteEngine] = {}
-        self._by_agent: dict[str, RemoteEngine] = {}
-        self._dropped: list[RemoteEngine] = []  # to be told of by `settle`
-        self._dead: list[RemoteEngine] = []  # with peers that are still needed, or still connecting
+        self._by_agent: dict[str, RemoteRank] = {}
+        self._dropped: list[RemoteEngine] = []  # for `settle` to report
+        self._dead: list[RemoteEngine] = []  # still connecting, or with peers in use
 
     def __len__(self) -> int:
         return len(self._engines)
 
     def all(self) -> list[RemoteEngine]:
-        """Return all engines."""
+        """Return all engines that are not dead."""
         return list(self._engines.values())
 
-    def of_agent(self, name: str) -> RemoteEngine | None:
-        """Return the engine of a producer's agent."""
-        return self._by_agent.get(name)
+    def rank_of(self, agent: str) -> RemoteRank | None:
+        """Return the rank with an agent's name, of any engine that is ready."""
+        return self._by_agent.get(agent)
 
     def get(self, params: KVTransferParams, heartbeat_period: float, now: float) -> RemoteEngine:
-        """Return the engine to a request's producer; begin to connect if there is none."""
-        engine_id, address = str(params.remote_engine_id), _address(params)
+        """Return a request's producer; begin to connect if it is new."""
+        engine_id = str(params.remote_engine_id)
+        address = str(params.remote_host), int(params.remote_port or 0)
         engine = self._engines.get(engine_id)
         if engine is None or engine.address != address:
             for old in self.all():
                 if old.address == address or old.engine_id == engine_id:
-                    # An address has a new tenant, or an engine has moved.
+                    # The address has a new tenant, or the engine has moved.
                     self.drop(old, StateError(f"engine {engine_id!r} is at {address} now"))
             parallel = params.parallel
             future = self._submit(lambda: self._connect(engine_id, address, parallel))
-            engine = RemoteEngine(engine_id, address, parallel, future)
-            self._engines[engine_id] = engine
+            engine = self._engines[engine_id] = RemoteEngine(engine_id, address, future)
         engine.heartbeat_period = heartbeat_period
         engine.last_used = now
         return engine
@@ -215,11 +158,9 @@ class RemoteEngines:
     def _connect(
         self, engine_id: str, address: tuple[str, int], parallel: ParallelSizes
     ) -> list[RemoteRank]:
-        """Connect to all ranks that matter; runs on another thread, and blocks."""
-        ctx = self._ctx
-        ranks = tp_mapping.ranks_to_tell(
-            ctx.cache.groups, ctx.identity.rank, ctx.identity.parallel, parallel
-        )
+        """Connect to all ranks that matter; blocks, on another thread."""
+        ctx, me = self._ctx, self._ctx.identity
+        ranks = tp_mapping.ranks_to_tell(ctx.cache.groups, me.rank, me.parallel, parallel)
         hellos = self._fetch(address, engine_id=engine_id, ranks=ranks, timeout=self._timeout)
         missing = [rank for rank in ranks if rank not in hellos]
         if missing:
@@ -234,110 +175,90 @@ class RemoteEngines:
             for rank in ranks:
                 peer = self._peers.connect(hellos[rank])
                 peers.append(peer)
-            producers = [
-                self._describe(rank, peer, parallel)
-                for rank, peer in zip(ranks, peers, strict=True)
+            connected = [
+                self._plan(rank, peer, parallel) for rank, peer in zip(ranks, peers, strict=True)
             ]
-            tp_mapping.check_complete(ctx.cache, [p.geometry for p in producers if p.plans])
-            attach = messages.encode(messages.ConsumerHello(ctx.identity, ctx.hello))
+            tp_mapping.check_complete(
+                ctx.cache, [each.geometry for each in connected if each.plans]
+            )
             for peer in peers:
-                ctx.agent.notify(peer, attach)
+                ctx.introduce(peer)
         except BaseException:
             for peer in peers:
                 self._peers.release(peer)
             raise
-        return producers
+        return connected
 
-    def _describe(self, rank: Rank, peer: Peer, parallel: ParallelSizes) -> RemoteRank:
-        ctx = self._ctx
-        cache, words = split(peer)
+    def _plan(self, rank: Rank, peer: Peer, parallel: ParallelSizes) -> RemoteRank:
+        ctx, me = self._ctx, self._ctx.identity
+        cache, lease_table = split(peer)
         plans = tuple(
             TransferPlan(
                 ctx.cache,
                 cache,
-                groups=part.groups,
-                heads=part.heads,
-                layers=part.layers,
+                groups=each.groups,
+                heads=each.heads,
+                layers=each.layers,
                 max_bytes=ctx.max_bytes,
             )
-            for part in tp_mapping.transfer_slices(
-                ctx.cache, ctx.identity.rank, ctx.identity.parallel, cache, rank, parallel
+            for each in tp_mapping.transfer_slices(
+                ctx.cache, me.rank, me.parallel, cache, rank, parallel
             )
         )
-        return RemoteRank(rank, peer, plans, TransferPlan(ctx.lease_buffer.geometry, words), cache)
+        words = TransferPlan(ctx.lease_buffer.geometry, lease_table)
+        return RemoteRank(rank, peer, plans, words, cache)
 
     def settle(self, now: float) -> list[RemoteEngine]:
-        """Take up what has happened to engines, and forget idle ones.
-
-        Returns
-        -------
-        list of RemoteEngine
-            RemoteEngines that have become READY or DEAD since the last call.
-        """
-        changed, self._dropped = self._dropped, []
+        """Finish handshakes and forget idle engines; return those that have just died."""
         for engine in self.all():
             if engine.state is RemoteEngineState.CONNECTING and engine.connecting.done():
                 error = engine.connecting.exception()
                 if error is None:
                     engine.state = RemoteEngineState.READY
-                    engine.producers = engine.connecting.result()
+                    engine.ranks = engine.connecting.result()
                     engine.next_heartbeat = now
-                    for producer in engine.producers:
-                        self._by_agent[producer.peer.name] = engine
-                    changed.append(engine)
+                    self._by_agent.update((rank.peer.name, rank) for rank in engine.ranks)
                 else:
                     self.drop(engine, _reason(engine, error))
             elif engine.requests:
                 engine.last_used = now
             elif now - engine.last_used > self._ttl:
                 self.drop(engine, StateError(f"engine {engine.engine_id!r} was not used for long"))
-        changed += self._dropped
-        self._dropped = []
+        dropped, self._dropped = self._dropped, []
         self._dead = [engine for engine in self._dead if not self._bury(engine)]
-        return changed
+        return dropped
 
     @property
     def have_news(self) -> bool:
-        """Whether engines have died that `settle` has not told of."""
+        """Whether engines have died that `settle` has not returned."""
         return bool(self._dropped)
 
     def drop(self, engine: RemoteEngine, error: PynixlkvError) -> None:
-        """Forget a engine, so that the next request connects anew."""
+        """Declare an engine dead, so that the next request connects anew."""
         if engine.state is RemoteEngineState.DEAD:
             return
         engine.state = RemoteEngineState.DEAD
         engine.error = error
         if self._engines.get(engine.engine_id) is engine:
             del self._engines[engine.engine_id]
-        for producer in engine.producers:
-            if self._by_agent.get(producer.peer.name) is engine:
-                del self._by_agent[producer.peer.name]
+        for rank in engine.ranks:
+            if self._by_agent.get(rank.peer.name) is rank:
+                del self._by_agent[rank.peer.name]
         self._dropped.append(engine)
         self._dead.append(engine)
 
     def _bury(self, engine: RemoteEngine) -> bool:
-        """Let go of a dead engine's peers, when nothing under way needs them any more."""
-        if (
-            engine.requests
-            or engine.num_checks
-            or engine in self._dropped
-            or not engine.connecting.done()
-        ):
+        """Release a dead engine's peers once nothing uses them; return whether it is done."""
+        if engine.requests or engine.num_checks or not engine.connecting.done():
             return False
         if not engine.connecting.cancelled() and engine.connecting.exception() is None:
-            for producer in engine.connecting.result():
-                self._peers.release(producer.peer)
+            for rank in engine.connecting.result():
+                self._peers.release(rank.peer)
         return True
 
 
 def split(peer: Peer) -> tuple[Geometry, Geometry]:
-    """Return the geometries of a connector's hello: the cache, and the lease table.
-
-    Raises
-    ------
-    HandshakeError
-        If it was made by something else than a connector.
-    """
+    """Return the geometries in a connector's hello: the cache, and the lease table."""
     if len(peer.geometries) != 2 or [g.name for g in peer.geometries[1].groups] != [LEASE_GROUP]:
         raise HandshakeError(
             f"the hello of {peer.name!r} describes {len(peer.geometries)} caches; expected a KV "
@@ -347,16 +268,12 @@ def split(peer: Peer) -> tuple[Geometry, Geometry]:
     return peer.geometries[0], peer.geometries[1]
 
 
-def _address(params: KVTransferParams) -> tuple[str, int]:
-    return str(params.remote_host), int(params.remote_port or 0)
-
-
 def _reason(engine: RemoteEngine, error: BaseException) -> PynixlkvError:
     if isinstance(error, (HandshakeError, PeerLostError)):
         return error
+    host, port = engine.address
     made = HandshakeError(
-        f"connecting to engine {engine.engine_id!r} at {engine.address[0]}:{engine.address[1]} failed: "
-        f"{error}",
+        f"connecting to engine {engine.engine_id!r} at {host}:{port} failed: {error}",
         peer=engine.engine_id,
     )
     made.__cause__ = error

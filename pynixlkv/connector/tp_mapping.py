@@ -1,84 +1,75 @@
-"""Which ranks of two engines have to do with each other, and what they exchange.
+"""Which ranks of two engines exchange data, and what.
 
-The same answers serve both directions: a consumer that reads and a producer that writes ask for the
-same parts.
+The answers serve both directions: a consumer that reads and a producer that writes ask for the same
+slices.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pynixlkv.errors import IncompatibleLayoutError
 from pynixlkv.topology import expected_readers, read_sources, release_targets
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from pynixlkv.connector.metadata import ParallelSizes, Rank
     from pynixlkv.geometry import Geometry, Group
 
-__all__ = ["TransferSlice", "check_complete", "num_readers", "transfer_slices", "ranks_to_tell"]
+__all__ = ["TransferSlice", "check_complete", "num_readers", "ranks_to_tell", "transfer_slices"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class TransferSlice:
-    """What one rank of a consumer gets from one rank of a producer in one transfer.
-
-    Parameters
-    ----------
-    groups : tuple of str
-        Groups that take part.
-    heads : tuple of int or None
-        Global KV heads; None where no group has heads.
-    layers : tuple of int
-        Global layers.
-    """
+    """What one rank of a consumer gets from one rank of a producer in one transfer."""
 
     groups: tuple[str, ...]
     heads: tuple[int, ...] | None
+    """Global KV heads; None where no group has heads."""
     layers: tuple[int, ...]
+    """Global layers."""
+
+
+def _ask(
+    topology: Callable[..., Iterable[_T]],
+    group: Group,
+    rank: Rank,
+    parallel: ParallelSizes,
+    remote: ParallelSizes,
+) -> Iterable[_T]:
+    return topology(
+        group.kv_heads,
+        local=(rank[1], parallel.tp),
+        remote_size=remote.tp,
+        local_dcp=parallel.dcp,
+        remote_dcp=remote.dcp,
+    )
 
 
 def ranks_to_tell(
     groups: Iterable[Group], rank: Rank, parallel: ParallelSizes, remote: ParallelSizes
 ) -> list[Rank]:
-    """Return the producer's ranks that a consumer rank reads from, or only tells the end.
+    """Return the producer's ranks that a consumer rank reads from, or only releases.
 
-    All pipeline stages of a tensor-parallel rank are among them: which stages have layers in common
-    is known only when their geometries are.
+    They include all pipeline stages of a tensor-parallel rank: which stages share layers is known
+    only once their geometries are.
     """
-    told = {
-        target
-        for group in groups
-        for target in release_targets(
-            group.kv_heads,
-            local=(rank[1], parallel.tp),
-            remote_size=remote.tp,
-            local_dcp=parallel.dcp,
-            remote_dcp=remote.dcp,
-        )
-    }
+    told = {t for group in groups for t in _ask(release_targets, group, rank, parallel, remote)}
     return [(stage, target) for stage in range(remote.pp) for target in sorted(told)]
 
 
 def num_readers(
     groups: Iterable[Group], rank: Rank, parallel: ParallelSizes, remote: ParallelSizes
 ) -> int:
-    """Return how many ranks of a consumer a producer rank must hear from.
-
-    It is `ranks_to_tell` seen from the other end.
-    """
+    """Return how many consumer ranks must release a producer rank: the dual of `ranks_to_tell`."""
     readers = {
         reader.rank
         for group in groups
-        for reader in expected_readers(
-            group.kv_heads,
-            local=(rank[1], parallel.tp),
-            remote_size=remote.tp,
-            local_dcp=parallel.dcp,
-            remote_dcp=remote.dcp,
-        )
+        for reader in _ask(expected_readers, group, rank, parallel, remote)
     }
     return len(readers) * remote.pp
 
@@ -91,13 +82,7 @@ def transfer_slices(
     producer_rank: Rank,
     producer_parallel: ParallelSizes,
 ) -> list[TransferSlice]:
-    """Return what a consumer rank gets from a producer rank: usually one part, or nothing.
-
-    Raises
-    ------
-    IncompatibleLayoutError
-        If the groups of the two differ, or if a geometry is not the one of its rank.
-    """
+    """Return what a consumer rank gets from a producer rank: usually one slice, or none."""
     _check_ranks("local", consumer, consumer_rank, consumer_parallel)
     _check_ranks("remote", producer, producer_rank, producer_parallel)
     theirs = {group.name: group for group in producer.groups}
@@ -105,20 +90,15 @@ def transfer_slices(
     for group in consumer.groups:
         other = theirs.get(group.name)
         if other is None:
-            # A pipeline stage without layers of a kind does not describe that kind.
-            continue
+            continue  # a pipeline stage describes only the kinds of layers that it has
         differences = group.differences(other)
         if differences:
             raise _incompatible(differences)
         layers = set(group.layers) & set(other.layers)
         if not layers:
             continue
-        for source in read_sources(
-            group.kv_heads,
-            local=(consumer_rank[1], consumer_parallel.tp),
-            remote_size=producer_parallel.tp,
-            local_dcp=consumer_parallel.dcp,
-            remote_dcp=producer_parallel.dcp,
+        for source in _ask(
+            read_sources, group, consumer_rank, consumer_parallel, producer_parallel
         ):
             if source.rank == producer_rank[1]:
                 key = None if group.kv_heads is None else tuple(source.heads)
@@ -132,13 +112,7 @@ def transfer_slices(
 
 
 def check_complete(consumer: Geometry, producers: Sequence[Geometry]) -> None:
-    """Check that the producer's ranks together hold all layers that the consumer has.
-
-    Raises
-    ------
-    IncompatibleLayoutError
-        If layers or groups are missing.
-    """
+    """Raise unless the producer's ranks together hold all of the consumer's layers."""
     held: dict[str, set[int]] = {}
     for geometry in producers:
         for group in geometry.groups:

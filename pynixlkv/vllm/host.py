@@ -1,4 +1,4 @@
-"""Host buffers: device memory that cannot be registered is copied by vLLM's own function."""
+"""Host buffers: vLLM's own function copies device memory that cannot be registered."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pynixlkv.connector.fences import DONE
-from pynixlkv.connector.hostcopy import TensorCopy
+from pynixlkv.connector.staging import COMPLETED, TensorCopy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pynixlkv.connector.fences import DeviceEvent
     from pynixlkv.connector.metadata import BlockLists
-    from pynixlkv.connector.staging import Direction
+    from pynixlkv.connector.staging import DeviceEvent, Direction
     from pynixlkv.geometry import Geometry
 
 __all__ = ["BlockCopy", "work_so_far"]
@@ -26,15 +24,7 @@ def work_so_far() -> torch.cuda.Event | None:
 
 
 class BlockCopy:
-    """Copies blocks between vLLM's tensors and host tensors of the same names.
-
-    Parameters
-    ----------
-    device, host : mapping of str to torch.Tensor
-        By layer name.
-    geometry : Geometry
-        Of the device's tensors: says which layers share a table.
-    """
+    """Copies blocks between vLLM's tensors and host tensors, both by layer name."""
 
     def __init__(
         self,
@@ -43,7 +33,7 @@ class BlockCopy:
         geometry: Geometry,
     ) -> None:
         self.operation: Callable[..., None] | None = None
-        """vLLM's copy function, once it has given one."""
+        """vLLM's copy function, once it is known."""
         self._groups = []
         for group in geometry.groups:
             names = sorted({region.name for region in group.regions})
@@ -53,7 +43,7 @@ class BlockCopy:
     def __call__(
         self, direction: Direction, device_blocks: BlockLists, host_blocks: BlockLists
     ) -> DeviceEvent:
-        """Start to copy; as `pynixlkv.connector.staging.CopyFunction` says."""
+        """Start to copy; a `pynixlkv.connector.staging.CopyFunction`."""
         if self.operation is None:
             plain = TensorCopy(*((device, host, "BHND") for device, host in self._groups))
             return plain(direction, device_blocks, host_blocks)
@@ -65,4 +55,4 @@ class BlockCopy:
                 self.operation(device, host, ids, other, direction)
             else:
                 self.operation(host, device, other, ids, direction)
-        return work_so_far() or DONE
+        return work_so_far() or COMPLETED

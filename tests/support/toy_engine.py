@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pynixlkv.agent import Agent
-    from pynixlkv.connector.fences import DeviceEvent
     from pynixlkv.connector.metadata import Rank
     from pynixlkv.connector.receiver import RequestEnd
     from pynixlkv.connector.remote_engines import Fetch
+    from pynixlkv.connector.staging import DeviceEvent
 
 POISON = 0xDEAD
 

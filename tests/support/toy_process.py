@@ -120,7 +120,7 @@ class Driver:
         return self.outcome
 
     def num_pushes(self):
-        return sum(len(rank.worker._sender._pushes) for rank in self.engine.ranks)
+        return sum(rank.worker.stats.snapshot().pushes for rank in self.engine.ranks)
 
     def num_running(self):
         return sum(rank.agent._native.running for rank in self.engine.ranks)

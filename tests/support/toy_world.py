@@ -117,7 +117,7 @@ class World:
         assert timeout == self.config.handshake_timeout
         if engine_id in self.unreachable or engine_id not in self.book:
             raise TimeoutError(f"nobody answers at {address}")
-        return {rank: self.book[engine_id][rank] for rank in ranks}
+        return {rank: hello for rank, hello in self.book[engine_id].items() if rank in ranks}
 
     # ---- time
 

@@ -140,7 +140,7 @@ class KitMachine(RuleBasedStateMachine):
 
     @rule(num_tokens=st.integers(1, 17), is_late=st.booleans(), siblings=st.booleans())
     def prefill(self, num_tokens, is_late, siblings):
-        if not self.p.fits(num_tokens) or self.p.scheduler._slots.num_free == 0:
+        if not self.p.fits(num_tokens) or self.p.scheduler.num_free_leases == 0:
             return
         number = self.new_number()
         group = {"sibling_group": f"g{number // 4}"} if siblings else {}
@@ -433,20 +433,16 @@ class KitMachine(RuleBasedStateMachine):
         assert not self.open, f"{self.open} have no end"
         assert not self.p.requests, f"{set(self.p.requests)} are kept for ever"
         assert len(self.p.free) == NUM_BLOCKS
-        assert self.p.scheduler._slots.num_free == 8
+        assert self.p.scheduler.num_free_leases == 8
         for request_id in self.here:
             assert self.d.holds(request_id), "what was received has changed"
         for engine in (self.p, self.d):
             assert not engine._reports, "not all ranks have reported"
             for rank in engine.ranks:
-                worker = rank.worker
-                assert worker.stats.snapshot().events.get("errors", 0) == 0
-                assert len(worker._receiver._free_words) == len(worker._receiver._words)
-                assert not worker._sender._pushes
-                assert not worker._receiver._by_push_id
-        scheduler = self.d.scheduler
-        assert scheduler.num_receiving == 0
-        assert not scheduler._aborted
+                seen = rank.worker.stats.snapshot()
+                assert seen.events.get("errors", 0) == 0
+                assert (seen.receiving, seen.lease_checks, seen.pushes) == (0, 0, 0)
+        assert self.d.scheduler.num_receiving == 0
 
     def quiet(self):
         idle = 0

@@ -185,6 +185,19 @@ def test_an_invented_lease_is_never_a_success():
         assert world.end_of("D", "d2") == [EndState.FAILED]  # nobody has granted it
 
 
+def test_log_records_name_the_request_and_the_peer(caplog):
+    with World(lease_duration=0.2) as world:
+        prefill, decode = pair(world)
+        params = prefill.prefill("p1", 7, 13)
+        world.round()
+        world.clock.now += 0.4
+        world.until(sent(world))
+        start(world, decode, params)
+        world.until(failed(world))
+    named = {(r.request, r.peer) for r in caplog.records if hasattr(r, "request")}
+    assert named == {("p1", ""), ("d1", "P")}
+
+
 def test_nothing_is_read_before_the_lease_is_granted():
     with World() as world:
         prefill, decode = pair(world)
@@ -478,7 +491,7 @@ def test_a_producer_that_fails_before_the_transfer_says_so():
         prefill, decode = pair(world)
         # The consumer does not wait for the prefill: it knows only who makes it.
         start(world, decode, early_params(prefill, "p1"))
-        world.until(lambda: prefill.ranks[0].worker._sender._pushes)
+        world.until(lambda: prefill.ranks[0].worker.stats.snapshot().pushes)
         info = RequestInfo("p1", 13, KVTransferParams(do_remote_decode=True))
         keeps, params = prefill.scheduler.request_finished(info, ((0, 1),), 8, is_complete=False)
         assert (keeps, params) == (False, None)
@@ -508,9 +521,11 @@ def test_an_end_is_final_and_noise_is_harmless(mode):
         for end in inbox.of(messages.PushDone):
             good = messages.PushDone(end.push_id, False, "")
             decode.ranks[0].worker._on_notification("P.0.0", messages.encode(good), 0.0)
+        good = messages.encode(messages.CancelPush(1))
+        unknown = good.replace(b"cancel_push", b"cancel_pull")
         with FakeAgent("stranger", world.network) as stranger:
             peer = stranger.connect(decode.hellos[0, 0])
-            for data in (b"XYZ", b"", b"PNKC", b"PNKC\x01", b"PNKC\x01\xc1", b"PNKC\x07abc"):
+            for data in (b"XYZ", b"", b"\xc1", b"\x80", unknown, good[:-1]):
                 stranger.notify(peer, data)
             world.until(lambda: world.count("D", "foreign_notifications") == 6)
         world.quiet()
@@ -607,7 +622,7 @@ def test_blocks_that_are_appended_between_steps_are_sent_too():
     with World("push") as world:
         prefill, decode = pair(world)
         start(world, decode, early_params(prefill, "p1"), num_tokens=11)
-        world.until(lambda: prefill.ranks[0].worker._sender._pushes)
+        world.until(lambda: prefill.ranks[0].worker.stats.snapshot().pushes)
         prefill.begin("p1", 7, 11)
         prefill.compute("p1", 8)
         world.until(lambda: decode.ranks[0].holds(7, decode.requests["d1"].blocks, range(8)))
@@ -628,7 +643,6 @@ def test_an_engine_that_does_not_serve_all_of_its_ranks_is_named():
         prefill, decode = pair(world, producer={"tp": 2})
         full = world.book["P"]
         world.book["P"] = {(0, 0): full[0, 0]}
-        decode.ranks[0].worker._engines._fetch = lambda *_args, **_options: world.book["P"]
         start(world, decode, prefill.prefill("p1", 7, 13))
         world.until(failed(world))
         (error,) = errors(world)
@@ -711,14 +725,14 @@ def test_an_abort_while_bytes_move_is_reported_when_they_are_quiet(mode):
         world.until(sent(world))
         world.quiet()
         assert (decode.ranks[0].read(blocks, range(16)) == 0xDEAD).all()
-        assert not decode.scheduler._settled >= {"d1"}
+        assert decode.scheduler.num_requests == 1  # "d0"
 
 
 def test_a_push_that_is_asked_for_in_an_earlier_life_is_not_written_in_the_next():
     with World("push") as world:
         prefill, decode = pair(world)
         start(world, decode, early_params(prefill, "p1"))
-        world.until(lambda: prefill.ranks[0].worker._sender._pushes)
+        world.until(lambda: prefill.ranks[0].worker.stats.snapshot().pushes)
         world.kill("D")
         decode = world.engine("D")
         start(world, decode, prefill.prefill("p0", 3, 4), request_id="d0", prompt=3, num_tokens=4)
@@ -726,7 +740,7 @@ def test_a_push_that_is_asked_for_in_an_earlier_life_is_not_written_in_the_next(
         assert decode.holds("d0")
         prefill.prefill("p1", 7, 13)
         world.quiet()
-        assert not prefill.ranks[0].worker._sender._pushes
+        assert not prefill.ranks[0].worker.stats.snapshot().pushes
         untouched = [b for b in range(16) if b not in decode.requests["d0"].blocks]
         assert (decode.ranks[0].read(untouched, range(4 * len(untouched))) == 0xDEAD).all()
 
@@ -735,7 +749,7 @@ def test_a_request_that_is_preempted_is_pushed_anew():
     with World("push") as world:
         prefill, decode = pair(world)
         start(world, decode, early_params(prefill, "p1"), num_tokens=12)
-        world.until(lambda: prefill.ranks[0].worker._sender._pushes)
+        world.until(lambda: prefill.ranks[0].worker.stats.snapshot().pushes)
         prefill.begin("p1", 7, 12)
         prefill.compute("p1", 8)
         world.network.pause("D.0.0")
@@ -760,7 +774,7 @@ def pushing():
     with World("push") as world:
         prefill, decode = pair(world)
         start(world, decode, early_params(prefill, "p1"), num_tokens=12)
-        world.until(lambda: prefill.ranks[0].worker._sender._pushes)
+        world.until(lambda: prefill.ranks[0].worker.stats.snapshot().pushes)
         prefill.begin("p1", 7, 12)
         yield world, prefill, decode
 
@@ -856,7 +870,7 @@ def test_an_address_with_a_new_tenant_fails_what_waits_for_the_old_one():
         prefill, decode = pair(world)
         address = prefill.scheduler.address
         start(world, decode, early_params(prefill, "p1"))
-        world.until(lambda: prefill.ranks[0].worker._sender._pushes)
+        world.until(lambda: prefill.ranks[0].worker.stats.snapshot().pushes)
         world.kill("P")
         successor = world.engine("P2")
         successor.scheduler.address = address
@@ -871,9 +885,9 @@ def test_consumers_that_are_silent_for_long_are_forgotten_and_may_come_back():
         start(world, decode, prefill.prefill("p0", 7, 13), request_id="d0")
         world.until(received(world, "d0"))
         world.quiet()
-        assert len(prefill.ranks[0].worker._sender._consumers) == 1
+        assert prefill.ranks[0].worker.stats.snapshot().consumers == 1
         world.pass_time(101)
-        assert not prefill.ranks[0].worker._sender._consumers
+        assert not prefill.ranks[0].worker.stats.snapshot().consumers
         start(world, decode, prefill.prefill("p1", 7, 13))
         world.quiet()
         world.pass_time(5, 2)
@@ -915,29 +929,28 @@ def test_messages_are_short_enough_whatever_they_list():
     assert len(messages.encode(ack)) < 1 << 20
 
 
-def test_more_leases_are_checked_than_there_are_words():
+def test_more_leases_are_checked_than_there_are_words(monkeypatch):
+    monkeypatch.setattr("pynixlkv.connector.worker._LEASE_BUFFER_WORDS", 3)
     with World() as world:
         many = 40
         prefill, decode = pair(
             world, producer={"num_blocks": 4 * many}, consumer={"num_blocks": 4 * many}
         )
-        receiver = decode.ranks[0].worker._receiver
-        receiver._free_words = receiver._free_words[:3]
         for i in range(many):
             start(world, decode, prefill.prefill(f"p{i}", i, 13), request_id=f"d{i}", prompt=i)
         world.until(lambda: len(world.outcomes["D"].received) == many)
         assert all(decode.holds(f"d{i}") for i in range(many))
-        assert len(receiver._free_words) == 3
+        assert decode.ranks[0].worker.stats.snapshot().lease_checks == 0
         world.until(lambda: len(world.outcomes["P"].sent) == many)
 
 
 def test_a_hand_off_that_cannot_be_cut_takes_no_lease():
     scheduler = ConnectorScheduler("P", [GroupSpec(4)], address=("h", 1))
     info = RequestInfo("p1", 13, KVTransferParams(do_remote_decode=True))
-    before = scheduler._slots.num_free
+    before = scheduler.num_free_leases
     with pytest.raises(ConfigError, match="does not reach 13"):
         scheduler.request_finished(info, ((1,),), 13)
-    assert scheduler._slots.num_free == before
+    assert scheduler.num_free_leases == before
 
 
 def test_a_request_that_the_workers_cannot_begin_has_an_end_all_the_same(caplog):

@@ -140,11 +140,10 @@ class Side:
         side = connector._side
         assert self.num_free == BLOCKS - 1
         assert not self.scheduler.requests
-        for known in (
-            (connector._infos, connector._computed, connector._rejected, connector._failing),
-            (side._open, side._receiving, side._aborted, side._settled, side._held_requests),
-        ):
-            assert not any(known)
+        assert not side.num_requests
+        assert not any(
+            (connector._infos, connector._computed, connector._rejected, connector._failing)
+        )
 
 
 def hand_over(base, length, request_id="p-1", **extra):
