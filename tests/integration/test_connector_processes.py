@@ -6,8 +6,7 @@ A producer engine and a consumer engine have a process each; the ranks of an eng
 from __future__ import annotations
 
 import pytest
-from peers import Peer
-from toy_process import Remote, run_engine
+from toy_process import RemoteEngine
 
 LAYERS, HEADS, DIM = 2, 4, 16
 DENSE = {"layers": LAYERS, "kv_heads": HEADS, "dim": DIM}
@@ -50,24 +49,23 @@ class Engines:
         config = {"transfer_mode": mode, **config}
         for i, side in enumerate(("producer", "consumer")):
             if getattr(self, side) is None:
-                setattr(self, side, Remote(Peer(run_engine)))
-            getattr(self, side).send_only(
+                setattr(self, side, RemoteEngine())
+            getattr(self, side).post(
                 "make", self.transport, f"{side}-{self.count}", model, config,
                 tp=tp[i], axes=axes[i], block_size=sizes[i], num_blocks=64,
             )  # fmt: skip
         for remote in (self.producer, self.consumer):
-            remote.peer.receive()
+            remote.receive()
         return self.producer, self.consumer
 
     def kill(self, side):
-        getattr(self, side).peer.kill()
+        getattr(self, side).kill()
         setattr(self, side, None)
 
     def close(self):
         for remote in (self.producer, self.consumer):
             if remote is not None:
-                remote.peer.send(None)
-                remote.peer.finish()
+                assert remote.end() == 0
 
 
 def pairs(*transports):
@@ -208,7 +206,7 @@ def test_a_producer_is_killed_while_it_is_read(engines_on_tcp):
     consumer.fetch("d0", 0, 29, producer.prefill("p0", 0, 29))
     assert consumer.until(ended("d0"))["d0"] == "received"
     params = [producer.prefill(f"p{i}", i, 29) for i in (1, 2)]
-    producer.peer.stop()
+    producer.stop()
     for i in (1, 2):
         consumer.fetch(f"d{i}", i, 29, params[i - 1])
     while not consumer.num_running():
@@ -236,7 +234,7 @@ def test_a_consumer_is_killed_while_it_is_written_to(engines_on_tcp):
     consumer.fetch("d1", 1, 29, early(address, "pusher", "p1"))
     while not producer.num_pushes():
         pass
-    consumer.peer.stop()
+    consumer.stop()
     producer.begin("p1", 1, 29)
     producer.compute("p1", 29)
     producer.ends()
