@@ -43,7 +43,7 @@ MODULES = (
     "pynixlkv.topology",
     "pynixlkv.plan",
     "pynixlkv.agent",
-    "pynixlkv.engine",
+    "pynixlkv.transfer",
     "pynixlkv.nixl",
     "pynixlkv.ucx",
     "pynixlkv.testing",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from pynixlkv._clock import ObservedClock
 from pynixlkv._closeable import Closeable
 from pynixlkv.errors import (
     ConfigError,
@@ -143,7 +143,8 @@ class _Asker(Closeable):
         self._identity = identity
         self._has_secret = keys is not None
         self._timeout = timeout
-        self._deadline = time.monotonic() + timeout
+        self._clock = ObservedClock()
+        self._deadline = self._clock() + timeout
         self._seen = 0  # events of the connection
         # A shared context closes sockets later, so that they pile up under load, and cannot be used
         # in a forked child.
@@ -202,8 +203,8 @@ class _Asker(Closeable):
         return answer
 
     def _receive(self) -> bytes:
-        while (left := self._deadline - time.monotonic()) > 0:
-            ready = dict(self._poller.poll(math.ceil(min(left, 60.0) * 1000)))
+        while (left := self._deadline - self._clock()) > 0:
+            ready = dict(self._poller.poll(math.ceil(min(left, 1.0) * 1000)))
             if self._socket in ready:
                 return self._socket.recv()
             if self._monitor in ready:
