@@ -22,6 +22,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 import pynixlkv
+from pynixlkv import wire
 from pynixlkv.errors import (
     CompatMismatch,
     ConfigError,
@@ -32,7 +33,7 @@ from pynixlkv.errors import (
     RankNotFound,
     WireError,
 )
-from pynixlkv.handshake import PROTOCOL_VERSION, Handshake, fetch
+from pynixlkv.handshake import Handshake, fetch
 from pynixlkv.handshake.message import MAX_REQUEST_BYTES, Envelope, Question, Refusal
 from pynixlkv.handshake.security import find_keys, resolve
 
@@ -70,7 +71,7 @@ def raw_client(listener, kind=zmq.REQ, keys=None):
 
 
 def envelope(**changes):
-    fields = {"protocol": PROTOCOL_VERSION, "engine_id": "prefill", "compatibility": FIELDS}
+    fields = {"protocol": wire.VERSION, "engine_id": "prefill", "compatibility": FIELDS}
     fields["payload"] = msgspec.msgpack.encode(Question(None))
     return msgspec.msgpack.encode(Envelope(**{**fields, **changes}))
 
@@ -296,17 +297,17 @@ def test_payload_is_not_looked_at_before_the_rest_fits():
 def test_a_newer_protocol_is_told_apart():
     with serve() as listener, raw_client(listener) as client:
         reply = exchange(client, envelope(protocol=77))
-        assert reply.protocol == PROTOCOL_VERSION
+        assert reply.protocol == wire.VERSION
         told = msgspec.msgpack.decode(reply.payload, type=Refusal)
         assert told.kind == "mismatch"
-        assert f"version 77, this side {PROTOCOL_VERSION}" in told.message
+        assert f"version 77, this side {wire.VERSION}" in told.message
     future = msgspec.msgpack.decode(envelope(protocol=77)) | {"a field of the future": [1]}
     with (
         fake_listener(msgspec.msgpack.encode(future)) as address,
         pytest.raises(ProtocolVersionError) as caught,
     ):
         ask(address)
-    assert caught.value.local_version == str(PROTOCOL_VERSION)
+    assert caught.value.local_version == str(wire.VERSION)
     assert caught.value.remote_version == "77"
 
 
