@@ -1,4 +1,4 @@
-"""The side channel: what it hands out, what it refuses, and what it keeps to itself."""
+"""The side channel: what it serves, what it refuses, and what it keeps secret."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def ask(listener, **options):
 
 @contextmanager
 def raw_client(listener, kind=zmq.REQ, keys=None):
-    """A ZeroMQ client that does what it wants; `keys` are server, own public, own secret."""
+    """A bare ZeroMQ client; `keys` are server, own public, own secret."""
     with zmq.Context() as context, context.socket(kind) as client:
         client.linger = 0
         if keys is not None:
@@ -374,7 +374,7 @@ def test_garbage_is_refused_and_the_listener_goes_on(caplog):
         with socket.create_connection((listener.host, listener.port)) as plain:
             plain.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(range(256)))
         assert ask(listener).hellos == HELLOS
-    assert "failed to answer" not in caplog.text  # each was refused, none was a surprise
+    assert "failed to answer" not in caplog.text  # each was refused; none raised
 
 
 def test_a_defect_in_an_answer_does_not_stop_the_listener(caplog):
