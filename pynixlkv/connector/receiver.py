@@ -520,12 +520,32 @@ class Receiver:
             if engine.state is not RemoteEngineState.READY or not engine.requests:
                 continue
             if now >= engine.next_heartbeat:
-                self._send_heartbeats(engine, now)
+                engine.next_heartbeat = now + engine.heartbeat_period
+                self._beat_or_drop(engine)
             due = min(due, max(engine.next_heartbeat - now, 0.0))
         return due
 
-    def _send_heartbeats(self, engine: RemoteEngine, now: float) -> None:
-        engine.next_heartbeat = now + engine.heartbeat_period
+    def renew_leases(self) -> None:
+        """Send heartbeats at once: after a pause of this process, leases may be about to expire."""
+        for engine in self._engines.all():
+            if engine.state is RemoteEngineState.READY and engine.requests:
+                self._send_heartbeats(engine)
+
+    def _beat_or_drop(self, engine: RemoteEngine) -> None:
+        for producer in engine.ranks:
+            if producer.unanswered >= self._config.missed_heartbeats:
+                error = PeerLostError(
+                    f"rank {producer.rank} of engine {engine.engine_id!r} left "
+                    f"{producer.unanswered} heartbeats unanswered",
+                    peer=producer.peer.name,
+                )
+                self._engines.drop(engine, error)
+                return
+        if self._send_heartbeats(engine):
+            for producer in engine.ranks:
+                producer.unanswered += 1
+
+    def _send_heartbeats(self, engine: RemoteEngine) -> bool:
         wanted = []
         for request_id in engine.requests:
             request = self._requests.get(request_id) or self._queued.get(request_id)
@@ -536,14 +556,6 @@ class Receiver:
             self._heartbeat_number += 1
             heartbeats.append(messages.encode(messages.Heartbeat(self._heartbeat_number, entries)))
         for producer in engine.ranks:
-            if producer.unanswered >= self._config.missed_heartbeats:
-                error = PeerLostError(
-                    f"rank {producer.rank} of engine {engine.engine_id!r} left "
-                    f"{producer.unanswered} heartbeats unanswered",
-                    peer=producer.peer.name,
-                )
-                self._engines.drop(engine, error)
-                return
             try:
                 if producer.unanswered:
                     # It may have missed this worker's hello, or forgotten it.
@@ -552,8 +564,8 @@ class Receiver:
                     self._ctx.agent.notify(producer.peer, heartbeat)
             except PynixlkvError as error:
                 self._engines.drop(engine, _lost(engine, error))
-                return
-            producer.unanswered += 1
+                return False
+        return True
 
     def _lose(self, engine: RemoteEngine) -> None:
         """End the requests of a dead engine."""

@@ -36,6 +36,7 @@ EventName: TypeAlias = Literal[
     "errors",
     "foreign_notifications",
     "late_notifications",
+    "pauses",
     "peers_lost",
     "releases_lost",
     "unanswered_notifications",
@@ -49,6 +50,7 @@ EventName: TypeAlias = Literal[
 ``errors``                  defects: a command of the connector raised
 ``foreign_notifications``   bytes that no connector sends
 ``late_notifications``      messages about requests that are over
+``pauses``                  times that this process was stopped or starved
 ``peers_lost``              producers that died while requests needed them
 ``releases_lost``           releases that could not be sent; the lease expires
 ``unanswered_notifications`` messages that could not be answered

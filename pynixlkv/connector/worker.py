@@ -6,6 +6,7 @@ the work, so that a step of the engine never waits for a peer.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from pynixlkv._clock import ObservedClock
 from pynixlkv.connector import messages
 from pynixlkv.connector.config import ConnectorConfig
 from pynixlkv.connector.context import Peers, WorkerContext
@@ -127,6 +129,9 @@ class ConnectorWorker:
         As for `pynixlkv.handshake.fetch`, for the default `fetch`.
     clock : callable
         Monotonic seconds.
+    longest_gap : float
+        Longest time between two `poll` calls while the process runs. More means that it was stopped
+        or starved; no deadline of a peer counts that time, in which nothing could be observed.
     background : bool
         Whether a thread does the work; otherwise the caller calls `poll`.
 
@@ -146,6 +151,7 @@ class ConnectorWorker:
         fetch: Fetch | None = None,
         secret: bytes | str | None = None,
         clock: Callable[[], float] = time.monotonic,
+        longest_gap: float = 2 * _LONGEST_PAUSE_S,
         background: bool = True,
     ) -> None:
         parallel = parallel or ParallelSizes()
@@ -157,7 +163,7 @@ class ConnectorWorker:
         self._identity = messages.ConsumerRank(engine_id, rank, parallel)
         self._config = config or ConnectorConfig()
         self._fetch = fetch or _side_channel(self._config, secret)
-        self._clock = clock
+        self._clock = ObservedClock(clock, longest_gap)
         self._background = background
         self.stats = ConnectorStats()
         self._commands: deque[Callable[[float], None]] = deque()
@@ -327,6 +333,9 @@ class ConnectorWorker:
         Called by the connector's thread, or by the caller if there is none.
         """
         now = self._clock()
+        if self._clock.was_paused:
+            self.stats.count("pauses")
+            self._receiver.renew_leases()
         while self._commands:
             self._guard(partial(self._commands.popleft(), now))
         for note in self._agent.notifications():
@@ -409,7 +418,7 @@ class ConnectorWorker:
     # ---- the end
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Stop the thread and the handshakes; idempotent. Waits at most `timeout` for the thread.
+        """Stop the thread and the handshakes; idempotent. Waits at most `timeout` seconds for them.
 
         Requests that are being received end unreported, and leases end with the agent. Close it
         next: that waits until it is quiet, and held blocks must not be reused before.
@@ -419,10 +428,17 @@ class ConnectorWorker:
         self._stopping.set()
         if self._engines is not None:
             self._agent.wake()
-        if self._thread is not None:
-            self._thread.join(timeout)
+        threads = [self._thread] if self._thread is not None else []
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
+            # Its threads keep the agent alive, and waiting for them has no timeout of its own.
+            waiting = threading.Thread(target=self._executor.shutdown, daemon=True)
+            with contextlib.suppress(RuntimeError):  # at interpreter exit, when they are gone
+                waiting.start()
+                threads.append(waiting)
+        deadline = time.monotonic() + timeout
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
     def __enter__(self) -> Self:
         return self

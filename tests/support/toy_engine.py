@@ -6,6 +6,7 @@ element, and on nothing else; so whatever arrives anywhere can be compared with 
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -169,6 +170,8 @@ class ToyEngine:
         The side channel, if it is another than `Handshake`.
     clock : callable
         Seconds.
+    longest_gap : float
+        As for `ConnectorWorker`; infinite where the test moves the clock in long steps.
     """
 
     def __init__(
@@ -185,6 +188,7 @@ class ToyEngine:
         num_blocks: int = 16,
         config: ConnectorConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
+        longest_gap: float = math.inf,
         background: bool = False,
     ) -> None:
         self.id, self.model, self.block_size = engine_id, model, block_size
@@ -207,6 +211,7 @@ class ToyEngine:
                     fetch=fetch,
                     background=background,
                     clock=clock,
+                    longest_gap=longest_gap,
                 )
                 self.ranks.append(
                     ToyRank(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pynixlkv.connector.metadata import Rank
     from pynixlkv.plan import TransferPlan
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class Clock:

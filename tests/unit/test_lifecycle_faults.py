@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from toy_engine import Model, ToyRequest
-from toy_world import FakeEvent, World
+from toy_world import DEADLINE_S, FakeEvent, World
 
 from pynixlkv.connector import messages
 from pynixlkv.connector.config import ConnectorConfig
@@ -890,6 +892,30 @@ def test_consumers_that_are_silent_for_long_are_forgotten_and_may_come_back():
         world.quiet()
         world.pass_time(5, 2)
         world.until(received(world))
+
+
+def test_shutdown_waits_for_handshakes_since_they_hold_the_agent():
+    asked, answer = threading.Event(), threading.Event()
+
+    def fetch(*_args, **_options):
+        asked.set()
+        answer.wait(DEADLINE_S)
+        raise TimeoutError
+
+    with World() as world:
+        world._fetch = fetch
+        prefill, decode = pair(world)
+        start(world, decode, prefill.prefill("p1", 7, 13))
+        world.round()
+        assert asked.wait(DEADLINE_S)
+        before = threading.active_count()
+        stopping = threading.Thread(target=decode.ranks[0].worker.shutdown, args=[DEADLINE_S])
+        stopping.start()
+        stopping.join(0.1)
+        assert stopping.is_alive()
+        answer.set()
+        stopping.join(DEADLINE_S)
+        assert threading.active_count() < before
 
 
 def test_messages_are_short_enough_whatever_they_list():
