@@ -41,7 +41,7 @@ from pynixlkv.handshake.security import find_keys, resolve
 SECRET = b"sixteen or more random bytes"
 FIELDS = {"model": "m", "dtype": "bfloat16"}
 HELLOS = {(0, tp): f"hello of rank {tp} ".encode() * 40 for tp in range(4)}
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture(autouse=True)
