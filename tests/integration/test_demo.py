@@ -12,7 +12,7 @@ import pytest
 
 from pynixlkv.cli.models import find_model
 
-DEMO = [sys.executable, "-m", "pynixlkv", "demo", "--json", "--timeout", "60"]
+DEMO = [sys.executable, "-m", "pynixlkv", "demo", "--json", "--timeout", "300"]
 
 
 def run(*options):
@@ -87,7 +87,7 @@ def test_a_rank_that_dies_fails_the_run_and_is_named():
 
 
 def test_a_rank_that_hangs_fails_the_run_at_the_deadline():
-    done, report = run("--blocks", "2", "--fault", "hang", "--timeout", "8")
+    done, report = run("--blocks", "2", "--fault", "hang", "--timeout", "20")
     assert done.returncode == 1
     assert "no answer from decode-0" in report["error"]
 
