@@ -20,7 +20,7 @@ using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
 // How the thread waits. It spins (yielding) while an event is likely within microseconds, then naps
-// ever longer: a waiting transfer is polled at 20 kHz, then 2 kHz; an idle engine as its options
+// ever longer: a waiting transfer is polled at 20 kHz, then 2 kHz; an idle agent as its options
 // say.
 constexpr auto kSpinWithWork = milliseconds(5);
 constexpr auto kNapWithWork = microseconds(50);
@@ -79,7 +79,7 @@ void Loop::post(std::function<void()> command) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Loop: engine thread
+// Loop: agent thread
 
 bool Loop::run(DriverFactory factory, std::promise<void>& started) {
     ::pthread_setname_np(::pthread_self(), ("pnkv-" + name_).substr(0, 15).c_str());

@@ -1,5 +1,5 @@
 /// @file
-/// The engine's thread and what it shares with its callers. Private to the engine.
+/// The agent's thread and what it shares with its callers. Private to the agent.
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "transfer/doorbell.hpp"
-#include "transfer/engine.hpp"
+#include "transfer/agent.hpp"
 #include "transfer/event_fd.hpp"
 
 namespace pynixlkv::transfer {
@@ -26,7 +26,7 @@ namespace pynixlkv::transfer {
 /// A time span for people.
 [[nodiscard]] std::string seconds_text(Clock::duration d);
 
-/// A transfer on the engine's thread, until it is quiet.
+/// A transfer on the agent's thread, until it is quiet.
 struct Active {
     struct Running {
         std::unique_ptr<Operation> operation;
@@ -58,16 +58,16 @@ struct Active {
     }
 };
 
-/// What the engine's thread and its callers share. The thread holds one reference, the Engine
+/// What the agent's thread and its callers share. The thread holds one reference, the Agent
 /// another, so that neither has to wait for the other to go away.
 class Loop {
   public:
-    Loop(std::string name, const EngineOptions& options)
+    Loop(std::string name, const AgentOptions& options)
         : name_(std::move(name)), options_(options), doorbell_(options.incarnation) {}
     Loop(const Loop&) = delete;
     Loop& operator=(const Loop&) = delete;
 
-    // ---- engine thread ----
+    // ---- agent thread ----
     /// The thread's life.
     /// @return whether everything was given back
     bool run(DriverFactory factory, std::promise<void>& started);
@@ -88,7 +88,7 @@ class Loop {
     void announce();
 
     const std::string name_;
-    const EngineOptions options_;
+    const AgentOptions options_;
     const Doorbell doorbell_;
     const EventFd completion_;
     const EventFd woken_;
@@ -115,7 +115,7 @@ class Loop {
     std::atomic<std::size_t> num_quarantined_{0};
     std::atomic<std::size_t> num_running_{0};
 
-    // Engine thread only.
+    // Agent thread only.
     std::unique_ptr<Driver> driver_;
     std::vector<Active> active_;
     std::map<std::string, std::shared_ptr<Peer>> peers_;

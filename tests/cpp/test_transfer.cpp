@@ -12,7 +12,7 @@
 #include "base/error.hpp"
 #include "base/live_count.hpp"
 #include "check.hpp"
-#include "transfer/engine.hpp"
+#include "transfer/agent.hpp"
 #include "transfer/fake_driver.hpp"
 
 using namespace pynixlkv;
@@ -34,7 +34,7 @@ TimePoint in(Clock::duration d) {
 
 /// Two agents with a pool of blocks each on one fake network.
 struct Pair {
-    explicit Pair(EngineOptions options = {}) : pool_a(64 * kBlock), pool_b(64 * kBlock) {
+    explicit Pair(AgentOptions options = {}) : pool_a(64 * kBlock), pool_b(64 * kBlock) {
         std::iota(pool_b.begin(), pool_b.end(), static_cast<unsigned char>(1));
         a = make("a", options);
         b = make("b", options);
@@ -48,10 +48,10 @@ struct Pair {
         if (b) b->close(in(kHang));
     }
 
-    std::unique_ptr<Engine> make(const std::string& name, EngineOptions options) {
+    std::unique_ptr<Agent> make(const std::string& name, AgentOptions options) {
         static int count = 0;
         options.incarnation = std::to_string(::getpid()) + "-" + std::to_string(++count);
-        return std::make_unique<Engine>(
+        return std::make_unique<Agent>(
             name, [name, network = network] { return std::make_unique<FakeDriver>(name, network); },
             options);
     }
@@ -79,8 +79,8 @@ struct Pair {
     std::shared_ptr<FakeNetwork> network = std::make_shared<FakeNetwork>();
     std::vector<unsigned char> pool_a;
     std::vector<unsigned char> pool_b;
-    std::unique_ptr<Engine> a;
-    std::unique_ptr<Engine> b;
+    std::unique_ptr<Agent> a;
+    std::unique_ptr<Agent> b;
     std::shared_ptr<Registration> reg_a;
     std::shared_ptr<Registration> reg_b;
     std::shared_ptr<Peer> peer;
@@ -173,8 +173,8 @@ TEST_CASE("a write moves the other way") {
     CHECK(std::memcmp(p.pool_a.data(), &p.pool_b[63 * kBlock], kBlock) == 0);
 }
 
-TEST_CASE("rows are made on the engine's thread and cut into batches") {
-    EngineOptions options;
+TEST_CASE("rows are made on the agent's thread and cut into batches") {
+    AgentOptions options;
     options.batch_bytes = 16;
     options.batch_rows = 2;
     Pair p(options);
@@ -190,7 +190,7 @@ TEST_CASE("rows are made on the engine's thread and cut into batches") {
 }
 
 TEST_CASE("rows that keep coming are prepared once that pays, and move the same bytes") {
-    EngineOptions options;
+    AgentOptions options;
     options.batch_rows = 5;
     Pair p(options);
     const auto pool = std::make_shared<int>(0);
@@ -368,7 +368,7 @@ TEST_CASE("four threads submit while one drains notifications") {
     CHECK_EQ(notes, std::size_t{4 * kEach});
 }
 
-TEST_CASE("an engine dropped without close cancels and goes away by itself") {
+TEST_CASE("an agent dropped without close cancels and goes away by itself") {
     Pair p;
     p.network->pause("b");
     const auto t = p.a->submit(p.request(Op::kRead, {1}));
@@ -379,10 +379,10 @@ TEST_CASE("an engine dropped without close cancels and goes away by itself") {
     CHECK(t->wait(in(kHang), true));
 }
 
-TEST_CASE("a closed engine has let go of everything") {
+TEST_CASE("a closed agent has let go of everything") {
     const auto held = std::make_shared<int>();
     for (int i = 0; i < 100; ++i) {
-        Engine e(
+        Agent e(
             "x",
             [held] { return std::make_unique<FakeDriver>("x", std::make_shared<FakeNetwork>()); },
             {.incarnation = std::to_string(i)});
@@ -391,7 +391,7 @@ TEST_CASE("a closed engine has let go of everything") {
     }
 }
 
-TEST_CASE("deadlines do not count the time in which the engine's thread did not run") {
+TEST_CASE("deadlines do not count the time in which the agent's thread did not run") {
     Pair p;
     std::promise<void> go_on;
     Request blocks = p.request(Op::kRead, {0}, kHang);
@@ -410,7 +410,7 @@ TEST_CASE("deadlines do not count the time in which the engine's thread did not 
 
 TEST_CASE("a factory that throws makes the constructor throw") {
     CHECK_EQ(kind_of([] {
-                 const Engine e(
+                 const Agent e(
                      "x", []() -> std::unique_ptr<Driver> { throw Error("ConfigError", "no"); },
                      {});
              }),
