@@ -259,17 +259,23 @@ class ProcessGroup:
         function: str | Callable[..., Any],
         *args: object,
         keep: bool = False,
+        **kwargs: object,
     ) -> None:
         """Begin the same call in some children."""
         for name in names:
-            self._processes[name].post(function, *args, timeout=self._left(), keep=keep)
+            self._processes[name].post(function, *args, timeout=self._left(), keep=keep, **kwargs)
 
     def call(
-        self, label: str, names: Iterable[str], function: str | Callable[..., Any], *args: object
+        self,
+        label: str,
+        names: Iterable[str],
+        function: str | Callable[..., Any],
+        *args: object,
+        **kwargs: object,
     ) -> dict[str, Any]:
         """Make the same call in some children and return the results by name."""
         names = list(names)
-        self.post(names, function, *args)
+        self.post(names, function, *args, **kwargs)
         return self.gather(label, names)
 
     def gather(self, label: str, names: Iterable[str]) -> dict[str, Any]:
