@@ -1,5 +1,5 @@
 /// @file
-/// The transfer engine's view of NIXL.
+/// The transfer agent's view of NIXL.
 #pragma once
 
 #include <map>

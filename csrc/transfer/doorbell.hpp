@@ -1,11 +1,11 @@
 /// @file
-/// Wakes the engines of the same host that are asleep.
+/// Wakes the agents of the same host that are asleep.
 ///
-/// The libraries give no event when a notification arrives, so a sleeping engine would have to look
+/// The libraries give no event when a notification arrives, so a sleeping agent would have to look
 /// for one every millisecond, which costs a few percent of a core in wake-ups alone. Hence agents
 /// of one host ring each other when they have sent something: an empty datagram to a socket whose
 /// abstract address is made from the agent's incarnation. A ring carries no meaning beyond "look
-/// now"; if it gets lost, or the sender is on another host, the engine still looks at its own pace.
+/// now"; if it gets lost, or the sender is on another host, the agent still looks at its own pace.
 #pragma once
 
 #include <sys/un.h>

@@ -1,6 +1,6 @@
 /// @file
-/// What an engine needs of a native library. One implementation per library, plus an in-process
-/// one; only the engine's thread ever calls it, so no implementation needs locks of its own.
+/// What an agent needs of a native library. One implementation per library, plus an in-process
+/// one; only the agent's thread ever calls it, so no implementation needs locks of its own.
 #pragma once
 
 #include <cstdint>
@@ -119,7 +119,7 @@ class Driver {
 
     /// Send a notification. Returning means queued in order after what has ended before.
     virtual void notify(Connection& connection, const std::string& message) = 0;
-    /// Progress the library and append what has arrived. Called in every round of the engine.
+    /// Progress the library and append what has arrived. Called in every round of the agent.
     /// @return whether the library had anything to do, as when it moves bytes for a peer; false
     ///         where that cannot be known
     virtual bool receive(std::vector<Notification>& into) = 0;
@@ -127,7 +127,7 @@ class Driver {
     /// A descriptor that is readable when the library has something to do; -1 if it has none, and
     /// must be asked at intervals.
     [[nodiscard]] virtual int event_fd() { return -1; }
-    /// Called before the engine sleeps on the descriptor.
+    /// Called before the agent sleeps on the descriptor.
     /// @return false if there is something to do right now
     [[nodiscard]] virtual bool arm() { return true; }
 };

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <exception>
 #include <thread>
+#include <utility>
 
 #include "base/keep.hpp"
 
@@ -19,7 +20,7 @@ using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
 // How the thread waits. It spins (yielding) while an event is likely within microseconds, then naps
-// ever longer: a waiting transfer is polled at 20 kHz, then 2 kHz; an idle engine as its options
+// ever longer: a waiting transfer is polled at 20 kHz, then 2 kHz; an idle agent as its options
 // say.
 constexpr auto kSpinWithWork = milliseconds(5);
 constexpr auto kNapWithWork = microseconds(50);
@@ -27,6 +28,8 @@ constexpr auto kStalled = milliseconds(100);
 constexpr auto kNapStalled = microseconds(500);
 constexpr auto kSpinWithoutWork = microseconds(100);
 constexpr auto kLinger = milliseconds(2);
+/// A longer turn is a pause of the process, or of its host: nothing could be observed meanwhile.
+constexpr auto kLongestTurn = std::chrono::seconds(1);
 /// A notification this long after the last ring came from a sender that does not ring.
 constexpr auto kRingIsOld = milliseconds(50);
 
@@ -76,13 +79,13 @@ void Loop::post(std::function<void()> command) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Loop: engine thread
+// Loop: agent thread
 
-bool Loop::run(const DriverFactory& factory, std::promise<void>& started) {
+bool Loop::run(DriverFactory factory, std::promise<void>& started) {
     ::pthread_setname_np(::pthread_self(), ("pnkv-" + name_).substr(0, 15).c_str());
     ::prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);  // naps of 50 us should not become 100 us
     try {
-        driver_ = factory();
+        driver_ = std::exchange(factory, nullptr)();
     } catch (...) {
         started.set_exception(std::current_exception());
         return true;
@@ -92,6 +95,7 @@ bool Loop::run(const DriverFactory& factory, std::promise<void>& started) {
     for (;;) {
         bool busy = run_commands();
         busy |= admit();
+        excuse_pause();
         busy |= receive();
         for (Active& a : active_) {
             busy |= advance(a);
@@ -334,7 +338,7 @@ bool Loop::poll_running(Active& a) {
 
 /// Hand at most one batch to the library, so that transfers take turns.
 bool Loop::start_batch(Active& a) {
-    const std::size_t size = a.prepared != nullptr ? a.local_indices.size() : a.local.size();
+    const std::size_t size = a.size();
     if (a.next >= size || num_operations_ >= options_.window) {
         return false;
     }
@@ -397,7 +401,8 @@ bool Loop::advance(Active& a) {
             {});
         return true;
     }
-    if (Clock::now() >= a.deadline) {
+    const bool is_moved = a.expanded && a.next >= a.size() && a.running.empty();
+    if (turn_ >= a.deadline && !is_moved) {
         const std::uint64_t done = t.stats().bytes_done;
         end(a, State::kTimedOut,
             describe(a) + " did not end within " + seconds_text(a.timeout) + ": " +
@@ -414,8 +419,7 @@ bool Loop::advance(Active& a) {
             make_rows(a);
         }
         busy |= start_batch(a);
-        const std::size_t size = a.prepared != nullptr ? a.local_indices.size() : a.local.size();
-        if (a.next >= size && a.running.empty()) {
+        if (a.next >= a.size() && a.running.empty()) {
             if (a.notify) {
                 tell(*t.peer_, *a.notify);
             }
@@ -433,6 +437,18 @@ bool Loop::advance(Active& a) {
         busy = true;
     }
     return busy;
+}
+
+/// Deadlines count only time in which this thread could see what arrived.
+void Loop::excuse_pause() {
+    const TimePoint before = std::exchange(turn_, Clock::now());
+    if (turn_ - before <= kLongestTurn) {
+        return;
+    }
+    for (Active& a : active_) {
+        const auto missed = std::min(turn_ - before, turn_ - a.submitted);
+        a.deadline = a.deadline < TimePoint::max() - missed ? a.deadline + missed : a.deadline;
+    }
 }
 
 /// Let go of what has become quiet: transfers first, then the connections that wait for them.
@@ -596,6 +612,7 @@ void Loop::teardown() {
         lose(*peer, PeerState::kDisconnected, "the agent was closed", {});
         drop(*peer);
     }
+    peers_.clear();
     {
         const std::unique_lock lock(memory_mutex_);
         for (auto& [id, registration] : registrations_) {

@@ -1,5 +1,5 @@
 /// @file
-/// The engine's thread and what it shares with its callers. Private to the engine.
+/// The agent's thread and what it shares with its callers. Private to the agent.
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "transfer/doorbell.hpp"
-#include "transfer/engine.hpp"
+#include "transfer/agent.hpp"
 #include "transfer/event_fd.hpp"
 
 namespace pynixlkv::transfer {
@@ -26,7 +26,7 @@ namespace pynixlkv::transfer {
 /// A time span for people.
 [[nodiscard]] std::string seconds_text(Clock::duration d);
 
-/// A transfer on the engine's thread, until it is quiet.
+/// A transfer on the agent's thread, until it is quiet.
 struct Active {
     struct Running {
         std::unique_ptr<Operation> operation;
@@ -52,21 +52,25 @@ struct Active {
     bool expanded = false;
     std::size_t next = 0;
     std::vector<Running> running;
+
+    [[nodiscard]] std::size_t size() const noexcept {
+        return prepared != nullptr ? local_indices.size() : local.size();
+    }
 };
 
-/// What the engine's thread and its callers share. The thread holds one reference, the Engine
+/// What the agent's thread and its callers share. The thread holds one reference, the Agent
 /// another, so that neither has to wait for the other to go away.
 class Loop {
   public:
-    Loop(std::string name, const EngineOptions& options)
+    Loop(std::string name, const AgentOptions& options)
         : name_(std::move(name)), options_(options), doorbell_(options.incarnation) {}
     Loop(const Loop&) = delete;
     Loop& operator=(const Loop&) = delete;
 
-    // ---- engine thread ----
+    // ---- agent thread ----
     /// The thread's life.
     /// @return whether everything was given back
-    bool run(const DriverFactory& factory, std::promise<void>& started);
+    bool run(DriverFactory factory, std::promise<void>& started);
     std::shared_ptr<Registration> add_registration(const std::shared_ptr<Registration>& r);
     void remove_registration(Registration& registration);
     std::shared_ptr<Peer> connect(const std::string& name, const std::string& incarnation,
@@ -84,7 +88,7 @@ class Loop {
     void announce();
 
     const std::string name_;
-    const EngineOptions options_;
+    const AgentOptions options_;
     const Doorbell doorbell_;
     const EventFd completion_;
     const EventFd woken_;
@@ -107,16 +111,11 @@ class Loop {
     MemoryMap memory_;
     std::map<std::uint64_t, std::shared_ptr<Registration>> registrations_;
 
-    std::mutex closed_mutex_;
-    std::condition_variable closed_changed_;
-    std::atomic<bool> closed_{false};
-    bool exited_ = false;  // guarded by closed_mutex_
-
     std::atomic<std::uint64_t> next_id_{1};
     std::atomic<std::size_t> num_quarantined_{0};
     std::atomic<std::size_t> num_running_{0};
 
-    // Engine thread only.
+    // Agent thread only.
     std::unique_ptr<Driver> driver_;
     std::vector<Active> active_;
     std::map<std::string, std::shared_ptr<Peer>> peers_;
@@ -136,6 +135,7 @@ class Loop {
     static void let_go(Active& a);
     static void drop(Peer& peer);
     void settle();
+    void excuse_pause();
     void pause(bool busy);
     void sleep(Clock::duration longest);
     void tell(Peer& peer, const std::string& message);
@@ -165,6 +165,8 @@ class Loop {
     std::vector<Row> spare_local_;
     std::vector<Row> spare_remote_;
     std::vector<Notification> arrivals_;
+    /// Start of the current turn of the loop; deadlines are judged by it.
+    TimePoint turn_ = Clock::now();
     TimePoint last_activity_ = Clock::now();
     TimePoint last_ring_{};
     /// Whether all that may send to this agent are known to ring.

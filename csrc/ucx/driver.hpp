@@ -1,5 +1,5 @@
 /// @file
-/// The transfer engine's view of UCX.
+/// The transfer agent's view of UCX.
 #pragma once
 
 #include <memory>

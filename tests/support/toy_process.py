@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 
 from toy_engine import Model, ToyEngine
 
@@ -31,6 +32,16 @@ class Driver:
         self.outcome = {}
         self.watched = {}
         self.aborted = set()
+        self.skipped_s = 0.0
+
+    def clock(self):
+        return time.monotonic() + self.skipped_s
+
+    def pass_time(self, seconds):
+        """Move the clock of the engine's workers."""
+        self.skipped_s += seconds
+        for rank in self.engine.ranks:
+            rank.agent.wake()
 
     def make(self, transport, engine_id, model, config, **options):
         """Begin an engine in place of the one before."""
@@ -43,6 +54,7 @@ class Driver:
             None,
             config=config,
             background=True,
+            clock=self.clock,
             **options,
         )
         self.handshake = Handshake(
@@ -106,7 +118,7 @@ class Driver:
         return self.outcome
 
     def num_pushes(self):
-        return sum(len(rank.worker._sender._pushes) for rank in self.engine.ranks)
+        return sum(rank.worker.stats.snapshot().pushes for rank in self.engine.ranks)
 
     def num_running(self):
         return sum(rank.agent._native.running for rank in self.engine.ranks)
@@ -147,9 +159,11 @@ class RemoteEngine(ChildProcess):
     def __getattr__(self, name):
         return functools.partial(self.call, name)
 
-    def until(self, reached):
-        """Ask for the ends until they are as they should be; returns them."""
+    def until(self, reached, pass_time=0.0):
+        """Ask for the ends, and move the clock, until they are as they should be; returns them."""
         while True:
             ends = self.ends()
             if reached(ends):
                 return ends
+            if pass_time:
+                self.pass_time(pass_time)

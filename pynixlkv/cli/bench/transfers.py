@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pynixlkv.engine import EngineAgent
+    from pynixlkv.agent import Agent
     from pynixlkv.ucx import Context, Worker
 
 __all__ = ["Initiator", "Target", "has_target"]
@@ -166,7 +166,7 @@ class _AgentEnd:
 
     def __init__(self, series: Series, case: Case, name: str, device: str) -> None:
         allocated = None
-        self._agent: EngineAgent
+        self._agent: Agent
         if series is Series.nixl:
             from pynixlkv.nixl import NixlAgent
 

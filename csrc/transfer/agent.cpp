@@ -1,4 +1,4 @@
-#include "transfer/engine.hpp"
+#include "transfer/agent.hpp"
 
 #include <pthread.h>
 #include <signal.h>  // NOLINT(modernize-deprecated-headers): POSIX has more in it
@@ -18,7 +18,7 @@ namespace pynixlkv::transfer {
 
 namespace {
 
-/// How long a caller waits for the engine's thread to run a native call on its behalf.
+/// How long a caller waits for the agent's thread to run a native call on its behalf.
 constexpr auto kCallDeadline = std::chrono::seconds(60);
 
 }  // namespace
@@ -49,7 +49,7 @@ std::optional<NativeError> Transfer::cause() const {
     return cause_;
 }
 
-Engine::Engine(std::string name, const DriverFactory& factory, const EngineOptions& options)
+Agent::Agent(std::string name, const DriverFactory& factory, const AgentOptions& options)
     : loop_(std::make_shared<Loop>(std::move(name), options)), pid_(::getpid()) {
     auto started = std::make_shared<std::promise<void>>();
     auto ready = started->get_future();
@@ -59,12 +59,10 @@ Engine::Engine(std::string name, const DriverFactory& factory, const EngineOptio
     ::sigfillset(&all);
     ::pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
-        std::thread([loop = loop_, factory, started] {
-            const bool clean = loop->run(factory, *started);
-            const std::lock_guard lock(loop->closed_mutex_);
-            loop->exited_ = true;
-            loop->closed_.store(clean);
-            loop->closed_changed_.notify_all();
+        std::promise<bool> exited;
+        exited_ = exited.get_future();
+        std::thread([loop = loop_, factory, started, exited = std::move(exited)]() mutable {
+            exited.set_value_at_thread_exit(loop->run(std::move(factory), *started));
         }).detach();
     } catch (...) {
         ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -78,7 +76,7 @@ Engine::Engine(std::string name, const DriverFactory& factory, const EngineOptio
     ready.get();
 }
 
-Engine::~Engine() {
+Agent::~Agent() {
     if (::getpid() != pid_) {
         // The thread does not exist in a forked child, and its locks may be held for ever.
         keep_for_ever<std::shared_ptr<Loop>>(std::move(loop_));
@@ -91,7 +89,7 @@ Engine::~Engine() {
     loop_->wake();
 }
 
-void Engine::check_usable() const {
+void Agent::check_usable() const {
     if (::getpid() != pid_) {
         throw Error("ForkError", "agent '" + loop_->name_ +
                                      "' was made before fork(); make agents in the child instead");
@@ -99,7 +97,7 @@ void Engine::check_usable() const {
 }
 
 template <class F>
-auto Engine::call(F function) -> decltype(function()) {
+auto Agent::call(F function) -> decltype(function()) {
     using Result = decltype(function());
     check_usable();
     auto promise = std::make_shared<std::promise<Result>>();
@@ -128,7 +126,7 @@ auto Engine::call(F function) -> decltype(function()) {
     }
 }
 
-std::shared_ptr<Registration> Engine::register_memory(std::vector<Span> spans) {
+std::shared_ptr<Registration> Agent::register_memory(std::vector<Span> spans) {
     if (spans.empty()) {
         throw Error("ConfigError", "there is nothing to register: the list of spans is empty");
     }
@@ -137,28 +135,28 @@ std::shared_ptr<Registration> Engine::register_memory(std::vector<Span> spans) {
     return call([loop = loop_, registration] { return loop->add_registration(registration); });
 }
 
-void Engine::deregister(const std::shared_ptr<Registration>& registration) {
+void Agent::deregister(const std::shared_ptr<Registration>& registration) {
     call([loop = loop_, registration] { loop->remove_registration(*registration); });
 }
 
-void Engine::check_registered(const std::vector<Row>& rows) const {
+void Agent::check_registered(const std::vector<Row>& rows) const {
     check_usable();
     const std::shared_lock lock(loop_->memory_mutex_);
     (void)loop_->memory_.cover(rows, "of agent '" + loop_->name_ + "'");
 }
 
-std::string Engine::metadata() {
+std::string Agent::metadata() {
     return call([loop = loop_] { return loop->driver_->metadata(); });
 }
 
-std::shared_ptr<Peer> Engine::connect(const std::string& name, const std::string& incarnation,
+std::shared_ptr<Peer> Agent::connect(const std::string& name, const std::string& incarnation,
                                       const std::string& metadata, const std::vector<Span>& spans) {
     return call([loop = loop_, name, incarnation, metadata, spans] {
         return loop->connect(name, incarnation, metadata, spans);
     });
 }
 
-bool Engine::is_alive(const std::shared_ptr<Peer>& peer) {
+bool Agent::is_alive(const std::shared_ptr<Peer>& peer) {
     return call([loop = loop_, peer] {
         if (peer->state() != PeerState::kConnected) {
             return false;
@@ -171,13 +169,13 @@ bool Engine::is_alive(const std::shared_ptr<Peer>& peer) {
     });
 }
 
-void Engine::disconnect(const std::shared_ptr<Peer>& peer) {
+void Agent::disconnect(const std::shared_ptr<Peer>& peer) {
     call([loop = loop_, peer] {
         loop->lose(*peer, PeerState::kDisconnected, "the peer was disconnected", {});
     });
 }
 
-std::shared_ptr<Transfer> Engine::submit(Request request) {
+std::shared_ptr<Transfer> Agent::submit(Request request) {
     check_usable();
     const TimePoint now = Clock::now();
     if (request.timeout <= Clock::duration::zero()) {
@@ -242,13 +240,13 @@ std::shared_ptr<Transfer> Engine::submit(Request request) {
     return transfer;
 }
 
-void Engine::cancel(const std::shared_ptr<Transfer>& transfer) {
+void Agent::cancel(const std::shared_ptr<Transfer>& transfer) {
     check_usable();
     transfer->cancel_.store(true);
     loop_->wake();
 }
 
-void Engine::watch(const std::shared_ptr<Transfer>& transfer) {
+void Agent::watch(const std::shared_ptr<Transfer>& transfer) {
     check_usable();
     const std::lock_guard lock(loop_->inbox_mutex_);
     transfer->watched_.store(true);
@@ -258,7 +256,7 @@ void Engine::watch(const std::shared_ptr<Transfer>& transfer) {
     }
 }
 
-std::vector<std::uint64_t> Engine::take_completed() {
+std::vector<std::uint64_t> Agent::take_completed() {
     check_usable();
     std::vector<std::uint64_t> ids;
     const std::lock_guard lock(loop_->inbox_mutex_);
@@ -267,15 +265,15 @@ std::vector<std::uint64_t> Engine::take_completed() {
     return ids;
 }
 
-int Engine::completion_fd() const noexcept {
+int Agent::completion_fd() const noexcept {
     return loop_->completion_.fd();
 }
 
-void Engine::notify(const std::shared_ptr<Peer>& peer, std::string message) {
+void Agent::notify(const std::shared_ptr<Peer>& peer, std::string message) {
     call([loop = loop_, peer, message = std::move(message)] { loop->notify(*peer, message); });
 }
 
-std::vector<Notification> Engine::take_notifications(TimePoint until) {
+std::vector<Notification> Agent::take_notifications(TimePoint until) {
     check_usable();
     std::vector<Notification> taken;
     std::unique_lock lock(loop_->inbox_mutex_);
@@ -290,44 +288,43 @@ std::vector<Notification> Engine::take_notifications(TimePoint until) {
     return taken;
 }
 
-std::uint64_t Engine::wait_activity(std::uint64_t seen, TimePoint until) const {
+std::uint64_t Agent::wait_activity(std::uint64_t seen, TimePoint until) const {
     check_usable();
     std::unique_lock lock(loop_->inbox_mutex_);
     loop_->arrived_.wait_until(lock, until, [&] { return loop_->activity_ != seen; });
     return loop_->activity_;
 }
 
-void Engine::wake_waiters() const {
+void Agent::wake_waiters() const {
     loop_->announce();
 }
 
-std::size_t Engine::quarantined() const noexcept {
+std::size_t Agent::quarantined() const noexcept {
     return loop_->num_quarantined_.load();
 }
-std::size_t Engine::running() const noexcept {
+std::size_t Agent::running() const noexcept {
     return loop_->num_running_.load();
 }
-const std::string& Engine::name() const noexcept {
+const std::string& Agent::name() const noexcept {
     return loop_->name_;
 }
 
-bool Engine::close(TimePoint until) {
+bool Agent::close(TimePoint until) {
     check_usable();
     {
         const std::lock_guard lock(loop_->mutex_);
         loop_->closing_ = true;
     }
     loop_->wake();
-    std::unique_lock lock(loop_->closed_mutex_);
-    loop_->closed_changed_.wait_until(lock, until, [this] { return loop_->exited_; });
-    return loop_->closed_.load();
+    (void)exited_.wait_until(until);
+    return is_closed();
 }
 
-bool Engine::is_closed() const noexcept {
-    return loop_->closed_.load();
+bool Agent::is_closed() const noexcept {
+    return exited_.wait_for(Clock::duration::zero()) == std::future_status::ready && exited_.get();
 }
 
-void Engine::stop(TimePoint until) {
+void Agent::stop(TimePoint until) {
     check_usable();
     {
         const std::lock_guard lock(loop_->mutex_);
@@ -335,8 +332,7 @@ void Engine::stop(TimePoint until) {
         loop_->stop_ = true;
     }
     loop_->wake();
-    std::unique_lock lock(loop_->closed_mutex_);
-    loop_->closed_changed_.wait_until(lock, until, [this] { return loop_->exited_; });
+    (void)exited_.wait_until(until);
 }
 
 }  // namespace pynixlkv::transfer

@@ -1,8 +1,8 @@
 /// @file
-/// The transfer engine: one thread that owns a native agent, and everything that libraries leave
+/// The agent: one thread that owns a native library object, and everything that libraries leave
 /// out: deadlines, sticky end states, quarantine of buffers until quiet, peer generations.
 ///
-/// All functions may be called from any thread; only the engine's own thread touches the driver.
+/// All functions may be called from any thread; only the agent's own thread touches the driver.
 #pragma once
 
 #include <sys/types.h>
@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -28,7 +29,7 @@ namespace pynixlkv::transfer {
 
 class Loop;
 
-/// Memory that the engine has registered and that transfers may use.
+/// Memory that the agent has registered and that transfers may use.
 class Registration : LiveCounted<Registration> {
   public:
     static constexpr const char* kLiveName = "transfer.Registration";
@@ -43,14 +44,14 @@ class Registration : LiveCounted<Registration> {
 
   private:
     friend class Loop;
-    friend class Engine;
+    friend class Agent;
     friend class Transfer;
 
     const std::uint64_t id_;
     const std::vector<Span> spans_;
     std::atomic<std::size_t> uses_{0};
     std::atomic<bool> open_{true};
-    std::unique_ptr<Registered> native_;  // engine thread only
+    std::unique_ptr<Registered> native_;  // agent thread only
 };
 
 enum class PeerState : int { kConnected = 0, kLost = 1, kDisconnected = 2 };
@@ -74,7 +75,7 @@ class Peer : LiveCounted<Peer> {
 
   private:
     friend class Loop;
-    friend class Engine;
+    friend class Agent;
 
     const std::string name_;
     const std::string incarnation_;
@@ -84,7 +85,7 @@ class Peer : LiveCounted<Peer> {
     MemoryMap memory_;
     std::string reason_;
 
-    // Engine thread only.
+    // Agent thread only.
     struct Lists {
         std::unique_ptr<Prepared> prepared;
         double regret_ns = 0;  ///< what having the lists would have saved so far
@@ -102,7 +103,7 @@ struct TransferStats {
     std::uint64_t descriptors = 0;  ///< rows or indices given to the library
     bool prepared = false;          ///< chosen from prepared rows by index
     std::uint64_t batches = 0;
-    std::int64_t queued_ns = 0;  ///< from submit to the engine taking it up
+    std::int64_t queued_ns = 0;  ///< from submit to the agent taking it up
     std::int64_t expand_ns = 0;  ///< making rows out of block tables
     std::int64_t make_ns = 0;    ///< making native requests out of rows
     std::int64_t post_ns = 0;    ///< inside the library's post calls
@@ -131,7 +132,7 @@ class Transfer : LiveCounted<Transfer> {
 
   private:
     friend class Loop;
-    friend class Engine;
+    friend class Agent;
 
     Transfer(std::uint64_t id, Op op, std::shared_ptr<Peer> peer)
         : id_(id), op_(op), peer_(std::move(peer)) {}
@@ -151,7 +152,7 @@ class Transfer : LiveCounted<Transfer> {
     std::optional<NativeError> cause_;
 };
 
-/// Makes the rows of a transfer, on the engine's thread.
+/// Makes the rows of a transfer, on the agent's thread.
 class Source {
   public:
     Source() = default;
@@ -190,10 +191,10 @@ struct Request {
     Clock::duration timeout{};
 };
 
-struct EngineOptions {
+struct AgentOptions {
     /// Random bytes that tell this agent from others of its name; peers ring at it by them.
     std::string incarnation;
-    /// Longest pause of an idle engine when senders may be out of the doorbell's reach: the bound
+    /// Longest pause of an idle agent when senders may be out of the doorbell's reach: the bound
     /// on how late a notification of theirs is seen.
     std::chrono::microseconds poll{1000};
     /// The same when all senders are known to ring, or the library gives events.
@@ -208,16 +209,16 @@ struct EngineOptions {
 
 using DriverFactory = std::function<std::unique_ptr<Driver>()>;
 
-class Engine : LiveCounted<Engine> {
+class Agent : LiveCounted<Agent> {
   public:
-    static constexpr const char* kLiveName = "transfer.Engine";
+    static constexpr const char* kLiveName = "transfer.Agent";
 
     /// Start the thread and make the driver on it; an exception of the factory comes out here.
-    Engine(std::string name, const DriverFactory& factory, const EngineOptions& options);
-    Engine(const Engine&) = delete;
-    Engine& operator=(const Engine&) = delete;
+    Agent(std::string name, const DriverFactory& factory, const AgentOptions& options);
+    Agent(const Agent&) = delete;
+    Agent& operator=(const Agent&) = delete;
     /// Never blocks: what is running is cancelled, and the thread lives on until all is quiet.
-    ~Engine();
+    ~Agent();
 
     [[nodiscard]] std::shared_ptr<Registration> register_memory(std::vector<Span> spans);
     /// @throws Error("RegistrationInUseError") while transfers that are not quiet touch it,
@@ -246,7 +247,7 @@ class Engine : LiveCounted<Engine> {
     void watch(const std::shared_ptr<Transfer>& transfer);
     /// Ids of watched transfers that ended since the last call.
     [[nodiscard]] std::vector<std::uint64_t> take_completed();
-    /// A descriptor that is readable when take_completed() has something; owned by the engine.
+    /// A descriptor that is readable when take_completed() has something; owned by the agent.
     [[nodiscard]] int completion_fd() const noexcept;
 
     void notify(const std::shared_ptr<Peer>& peer, std::string message);
@@ -274,11 +275,13 @@ class Engine : LiveCounted<Engine> {
 
   private:
     void check_usable() const;
-    /// Run a function on the engine's thread and return when it has run.
+    /// Run a function on the agent's thread and return when it has run.
     template <class F>
     auto call(F function) -> decltype(function());
 
     std::shared_ptr<Loop> loop_;
+    /// Ready when the thread is gone with all that it held: whether it gave everything back.
+    std::shared_future<bool> exited_;
     pid_t pid_;
 };
 
