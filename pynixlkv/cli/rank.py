@@ -214,7 +214,9 @@ class DemoRank:
 
     def check(self, done: Sequence[Operation]) -> Checked:
         """Compare the whole pool with its expected contents after some operations."""
-        holds = ["read", "write"] if self._spec.role == "prefill" else done
+        holds: Sequence[Operation] = done
+        if self._spec.role == "prefill":
+            holds = ["read", "write"]
         self._corrupt(holds)
         *moved, guards = placements = self._expected(holds)
         wrong_bytes, difference = 0, ""

@@ -271,11 +271,12 @@ class ProcessGroup:
         names: Iterable[str],
         function: str | Callable[..., Any],
         *args: object,
+        keep: bool = False,
         **kwargs: object,
     ) -> dict[str, Any]:
         """Make the same call in some children and return the results by name."""
         names = list(names)
-        self.post(names, function, *args, **kwargs)
+        self.post(names, function, *args, keep=keep, **kwargs)
         return self.gather(label, names)
 
     def gather(self, label: str, names: Iterable[str]) -> dict[str, Any]:

@@ -117,8 +117,7 @@ def test_a_group_reports_progress_and_returns_the_output_of_its_children():
         assert max(seen) == ("report", 6, 6)
         assert group.call("look", ["a", "b"], os.getenv, "X") == {"a": "1", "b": "2"}
         group.call("keep", ["b"], print, "here")
-        group.post(["a"], Counter, 5, keep=True)
-        group.gather("make", ["a"])
+        group.call("make", ["a"], Counter, 5, keep=True)
         assert group.join() == {"a": "closed at 5\n", "b": "here\n"}
 
 

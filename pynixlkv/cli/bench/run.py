@@ -137,8 +137,7 @@ def run_cases(
         names = {_target_of(transport), _INITIATOR}
         environment = TRANSPORTS[transport].environment
         with ProcessGroup(dict.fromkeys(names, environment), timeout_s) as workers:
-            workers.post(names, BenchWorker, keep=True)
-            workers.gather("start", names)
+            workers.call("start", names, BenchWorker, keep=True)
             for case in group:
                 on_progress(case.describe(), len(reports), len(cases))
                 reports.append(_Measurement(workers, case, rounds).report())
@@ -181,7 +180,7 @@ class _Measurement:
         self._ask(_INITIATOR, "close")
         self._ask(self._target, "close")
 
-    def _ask(self, worker: str, method: str, *args: object, **kwargs: object) -> Any:  # noqa: ANN401
+    def _ask(self, worker: str, method: str, *args: object, **kwargs: bool) -> Any:  # noqa: ANN401
         return self._workers.call(method, [worker], method, *args, **kwargs)[worker]
 
     def _run(self, series: Series, *, compare: bool, counts: bool) -> None:
