@@ -202,7 +202,7 @@ def _conduct(
     )
 
 
-def _used_transports(operation: Operation, outputs: Iterable[str]) -> str:
+def _used_transports(operation: Operation, outputs: Iterable[list[str]]) -> str:
     """Find in UCX's own output what moved the bytes of an operation.
 
     Where nothing is one-sided, messages did.
@@ -210,7 +210,7 @@ def _used_transports(operation: Operation, outputs: Iterable[str]) -> str:
     used: dict[str, set[str]] = defaultdict(set)
     for output in outputs:
         table = ""
-        for line in output.splitlines():
+        for line in output:
             if heading := _UCX_TABLE.search(line):
                 table = heading[1]
             elif (row := _UCX_ROW.search(line)) and int(row[1]):

@@ -214,7 +214,7 @@ UCX_SAYS = """
 
 
 def test_transports_are_those_that_ucx_counted():
-    assert demo._used_transports("read", [UCX_SAYS, UCX_SAYS]) == "cma/memory (zero-copy)"
+    assert demo._used_transports("read", [UCX_SAYS.splitlines()] * 2) == "cma/memory (zero-copy)"
     expected = "52% on tcp/lo and 48% on tcp/eth0 (software emulation)"
-    assert demo._used_transports("write", ["", UCX_SAYS]) == expected
-    assert demo._used_transports("read", ["", "nothing of UCX"]) == "not reported"
+    assert demo._used_transports("write", [[], UCX_SAYS.splitlines()]) == expected
+    assert demo._used_transports("read", [[], ["nothing of UCX"]]) == "not reported"

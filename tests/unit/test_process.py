@@ -102,7 +102,7 @@ def test_a_stopped_child_goes_on_where_it_was():
     with ChildProcess() as child:
         child.stop()
         child.post(os.getpid)
-        assert not child.has_data(0.2)
+        assert not child.connection.poll(0.2)
         child.resume()
         assert child.receive() == child.pid
 
@@ -118,7 +118,7 @@ def test_a_group_reports_progress_and_returns_the_output_of_its_children():
         assert group.call("look", ["a", "b"], os.getenv, "X") == {"a": "1", "b": "2"}
         group.call("keep", ["b"], print, "here")
         group.call("make", ["a"], Counter, 5, keep=True)
-        assert group.join() == {"a": "closed at 5\n", "b": "here\n"}
+        assert group.join() == {"a": ["closed at 5"], "b": ["here"]}
 
 
 def test_a_group_leaves_no_process_when_one_fails_or_is_late():

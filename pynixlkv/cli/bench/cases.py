@@ -16,6 +16,19 @@ __all__ = ["TRANSPORTS", "Case", "Direction", "Fault", "Series", "Transport", "m
 Direction = Literal["get", "put"]
 
 _KIB, _MIB = 1 << 10, 1 << 20
+_DIRECTIONS: tuple[Direction, ...] = ("get", "put")
+# Bytes and window of one piece again and again.
+_REPEATED = (
+    *((size, 1) for size in (4 * _KIB, 16 * _KIB, 64 * _KIB, _MIB, 64 * _MIB)),
+    *((size, 16) for size in (4 * _KIB, 64 * _KIB, _MIB)),
+)
+_REPEATED_POINTS = [(direction, *point) for direction in _DIRECTIONS for point in _REPEATED]
+_SCATTERED_POINTS: list[tuple[Direction, int]] = [
+    ("get", 16 * _KIB), ("get", 64 * _KIB), ("get", _MIB), ("put", 16 * _KIB)
+]  # fmt: skip
+_QUICK_REPEATED_POINTS: list[tuple[Direction, int, int]] = [
+    ("get", 4 * _KIB, 1), ("get", 64 * _KIB, 1), ("put", _MIB, 16)
+]  # fmt: skip
 _SCATTERED_BYTES = 64 * _MIB
 # Of one piece again and again: enough that the start and the end of a run do not count.
 _REPEATED_BYTES = 256 * _MIB
@@ -152,7 +165,7 @@ def make_cases(
             raise ConfigError(f"transport {name} cannot be measured: {transport.absent}")
         repeated = (Series.perftest, Series.binding)
         if set(repeated) <= set(series):
-            for direction, size, window in _repeated_points(quick=quick):
+            for direction, size, window in _QUICK_REPEATED_POINTS if quick else _REPEATED_POINTS:
                 most = _MOST_LATENCY_PIECES if window == 1 else _MOST_PIECES
                 count = max(_FEWEST_PIECES, min(most, _REPEATED_BYTES // size))
                 cases.append(
@@ -160,27 +173,9 @@ def make_cases(
                 )
         scattered = tuple(s for s in transport.scattered if s in series)
         if len(scattered) > 1:
-            for direction, size in _scattered_points(quick=quick):
+            for direction, size in _SCATTERED_POINTS[:1] if quick else _SCATTERED_POINTS:
                 count = max(1, _SCATTERED_BYTES // size)
                 cases.append(
                     Case(name, direction, "scattered", size, count, 64, scattered, fault=fault)
                 )
     return cases
-
-
-def _repeated_points(*, quick: bool) -> list[tuple[Direction, int, int]]:
-    """Return direction, bytes and window."""
-    if quick:
-        return [("get", 4 * _KIB, 1), ("get", 64 * _KIB, 1), ("put", _MIB, 16)]
-    points = [(size, 1) for size in (4 * _KIB, 16 * _KIB, 64 * _KIB, _MIB, 64 * _MIB)]
-    points += [(size, 16) for size in (4 * _KIB, 64 * _KIB, _MIB)]
-    directions: tuple[Direction, ...] = ("get", "put")
-    return [(direction, *point) for direction in directions for point in points]
-
-
-def _scattered_points(*, quick: bool) -> list[tuple[Direction, int]]:
-    """Return direction and bytes."""
-    if quick:
-        return [("get", 16 * _KIB)]
-    sizes = [16 * _KIB, 64 * _KIB, _MIB]
-    return [*(("get", size) for size in sizes), ("put", 16 * _KIB)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -66,22 +66,6 @@ def _is_unwritten(series: Series, case: Case) -> bool:
     Linux maps such memory to one page of zeros, which stays in the cache.
     """
     return series is Series.binding and case.pattern == "repeated" and case.direction == "get"
-
-
-class _End(Protocol):
-    memory: Memory
-
-    def close(self) -> None: ...
-
-
-class _TargetEnd(_End, Protocol):
-    def offer(self) -> Offer: ...
-
-    def progress(self) -> bool: ...
-
-
-class _InitiatorEnd(_End, Protocol):
-    def run(self) -> float: ...
 
 
 def _new_worker() -> tuple[Context, Worker]:
@@ -236,11 +220,11 @@ class _Memcpy:
 
 
 _AGENTS = (Series.ucx, Series.ucx_allocated, Series.nixl)
-_TARGETS: dict[Series, Callable[[Case], _TargetEnd]] = {
+_TARGETS: dict[Series, Callable[[Case], _BindingTarget | _AgentTarget]] = {
     Series.binding: _BindingTarget,
     **{series: partial(_AgentTarget, series) for series in _AGENTS},
 }
-_INITIATORS: dict[Series, Callable[[Case, Any], _InitiatorEnd]] = {
+_INITIATORS: dict[Series, Callable[[Case, Any], _BindingInitiator | _AgentInitiator | _Memcpy]] = {
     Series.memcpy: _Memcpy,
     Series.binding: _BindingInitiator,
     **{series: partial(_AgentInitiator, series) for series in _AGENTS},
