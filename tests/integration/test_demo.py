@@ -30,9 +30,9 @@ def run(*options):
         ["--prefill-tp", "4", "--decode-tp", "2"],
         ["--prefill-axes", "KBHND", "--decode-axes", "KBNHD"],
         ["--prefill-axes", "BHNC", "--decode-axes", "LKBHND", "--decode-tp", "2"],
-        ["--engine", "ucx"],
-        ["--engine", "ucx", "--prefill-tp", "2", "--decode-tp", "4"],
-        ["--engine", "ucx", "--prefill-tp", "4", "--decode-tp", "2"],
+        ["--transfer-backend", "ucx"],
+        ["--transfer-backend", "ucx", "--prefill-tp", "2", "--decode-tp", "4"],
+        ["--transfer-backend", "ucx", "--prefill-tp", "4", "--decode-tp", "2"],
     ],
     ids=[
         "1:1",
