@@ -130,9 +130,6 @@ class EngineAgent(Closeable):
         self._native = native = make_engine(self._incarnation)
         self._completions = _Completions(native)
         self._registrations: dict[int, Registration] = {}
-        self._programs: weakref.WeakKeyDictionary[TransferPlan, _native.transfer.Plan] = (
-            weakref.WeakKeyDictionary()
-        )
         self._close_lock = threading.Lock()
         self._closed = False
         _keeper.add(self)
@@ -412,15 +409,7 @@ class EngineAgent(Closeable):
             local_start=local_start,
             remote_start=remote_start,
         )
-        native = self._native.submit_plan(
-            int(op),
-            peer._native,
-            self._program(plan),
-            tables.ids,
-            tables.headers,
-            notify,
-            timeout,
-        )
+        native = self._native.submit_plan(int(op), peer._native, tables, notify, timeout)
         return Transfer(self, native, peer)
 
     def read_descriptors(
@@ -487,12 +476,6 @@ class EngineAgent(Closeable):
             notify, timeout,
         )  # fmt: skip
         return Transfer(self, native, peer)
-
-    def _program(self, plan: TransferPlan) -> _native.transfer.Plan:
-        program = self._programs.get(plan)
-        if program is None:
-            program = self._programs[plan] = _native.transfer.Plan(plan.program)
-        return program
 
     def _check_plan(self, peer: Peer, plan: TransferPlan) -> None:
         if plan in peer._plans:

@@ -7,23 +7,22 @@ with addresses in it: comparable, serialisable, and all that a peer needs to pla
 from __future__ import annotations
 
 import math
-import operator
 import struct
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from functools import cached_property
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
 
-from pynixlkv import _kernels
+from pynixlkv import _native
+from pynixlkv._arrays import integers
 from pynixlkv.errors import ConfigError, LayoutError, ProtocolVersionError, WireError
 from pynixlkv.topology import held_heads
 from pynixlkv.types import MemorySpan, MemoryType
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 __all__ = ["AddressRange", "Axis", "Geometry", "Group", "KVCache", "Region", "memory_spans"]
 
@@ -37,8 +36,6 @@ _HEADER = struct.Struct("<4sH")
 # Names of the axes in the order of csrc/kv/region.hpp, and the letters that stand for them. C is
 # not among them: it is K and D sharing one dimension.
 _AXES = {"L": "layer", "K": "kv", "B": "block", "H": "head", "N": "token", "D": "dim"}
-
-_BOOLS = {bool, np.bool_}
 
 _Word = Annotated[int, msgspec.Meta(ge=0, lt=2**60)]
 _Count = Annotated[int, msgspec.Meta(ge=1, lt=2**60)]
@@ -141,7 +138,7 @@ class Group(msgspec.Struct, frozen=True):
         Rank and size in the group that the tokens of a sequence are spread over.
     interleave : int
         Consecutive tokens that go to one rank of that group before it is the next one's turn.
-    indivisible : str
+    opaque_axes : str
         Letters of the axes along which the inside is opaque.
     regions : tuple of Region
         The boxes; no element is in two of them.
@@ -158,7 +155,7 @@ class Group(msgspec.Struct, frozen=True):
     tp: _Rank
     dcp: _Rank
     interleave: _Count
-    indivisible: Annotated[str, msgspec.Meta(max_length=len(_AXES))]
+    opaque_axes: Annotated[str, msgspec.Meta(max_length=len(_AXES))]
     regions: Annotated[tuple[Region, ...], msgspec.Meta(min_length=1, max_length=_MAX_REGIONS)]
 
     @property
@@ -193,15 +190,15 @@ class Group(msgspec.Struct, frozen=True):
         """
         agreed = ("dtype", "element_bytes", "kv_heads", "head_dim", "has_values")
         pairs = [(field, getattr(self, field), getattr(other, field)) for field in agreed]
-        pairs.append(("indivisible", sorted(self.indivisible), sorted(other.indivisible)))
+        pairs.append(("opaque_axes", sorted(self.opaque_axes), sorted(other.opaque_axes)))
         pairs.append(("has_tokens", self.block_size > 0, other.block_size > 0))
         return [(f"{self.name}.{field}", a, b) for field, a, b in pairs if a != b]
 
     def __post_init__(self) -> None:
         where = f"group {self.name!r}"
-        if set(self.indivisible) - set(_AXES) or len(set(self.indivisible)) < len(self.indivisible):
+        if set(self.opaque_axes) - set(_AXES) or len(set(self.opaque_axes)) < len(self.opaque_axes):
             raise LayoutError(
-                f"{where}: indivisible is {self.indivisible!r}; expected different letters "
+                f"{where}: opaque_axes is {self.opaque_axes!r}; expected different letters "
                 f"of {''.join(_AXES)!r}"
             )
         wholes = {
@@ -225,7 +222,7 @@ class Group(msgspec.Struct, frozen=True):
                     )
 
 
-class Geometry(msgspec.Struct, frozen=True):
+class Geometry(msgspec.Struct, frozen=True, dict=True):
     """Where a rank's whole KV cache lies; what a peer needs to plan transfers with it.
 
     Parameters
@@ -250,10 +247,13 @@ class Geometry(msgspec.Struct, frozen=True):
     groups: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1, max_length=_MAX_GROUPS)]
 
     def __post_init__(self) -> None:
-        names = [group.name for group in self.groups]
-        if len(set(names)) < len(names):
-            raise LayoutError(f"group names are {names}; each may appear once")
-        _kernels.check_geometry(_words(self.spans, self.groups))
+        if len(set(self.names)) < len(self.groups):
+            raise LayoutError(f"group names are {self.names}; each may appear once")
+        self._native  # noqa: B018 - checks everything else
+
+    @cached_property
+    def _native(self) -> _native.kv.Geometry:
+        return _native.kv.Geometry(self)
 
     def to_bytes(self) -> bytes:
         """Serialise for a peer.
@@ -301,13 +301,18 @@ class Geometry(msgspec.Struct, frozen=True):
         except (msgspec.DecodeError, LayoutError, UnicodeDecodeError) as error:
             raise WireError(f"geometry of {len(data)} bytes is damaged: {error}") from error
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the groups, in their order."""
+        return [group.name for group in self.groups]
+
     def select(self, names: Iterable[str]) -> list[Group]:
         """Return groups by name.
 
         Parameters
         ----------
         names : iterable of str
-            Names of groups that are there.
+            Names of groups of this geometry.
 
         Returns
         -------
@@ -316,21 +321,6 @@ class Geometry(msgspec.Struct, frozen=True):
         """
         by_name = {group.name: group for group in self.groups}
         return [by_name[name] for name in names]
-
-    def words(self, names: Iterable[str]) -> NDArray[np.uint64]:
-        """Return the flat form that native code takes.
-
-        Parameters
-        ----------
-        names : iterable of str
-            The groups to include, in this order.
-
-        Returns
-        -------
-        ndarray of uint64, shape (n,)
-            As described in ``csrc/kv/region.hpp``.
-        """
-        return _words(self.spans, self.select(names))
 
     def differences(self, other: Geometry) -> list[tuple[str, object, object]]:
         """Return what makes it impossible to move data between two caches.
@@ -359,28 +349,6 @@ class Geometry(msgspec.Struct, frozen=True):
 
 def _stop(axis: Axis) -> int:
     return axis.start + axis.count
-
-
-def _words(spans: Sequence[AddressRange], groups: Sequence[Group]) -> NDArray[np.uint64]:
-    """Return the flat form that csrc/kv reads; its layout is described in kv/region.hpp."""
-    words = [len(spans)]
-    for span in spans:
-        words += (span.address, span.nbytes, span.device)
-    words.append(len(groups))
-    for group in groups:
-        words += (group.element_bytes, group.num_blocks, max(group.block_size, 1), *group.dcp)
-        words += (group.interleave, group.kv_heads is not None)
-        words.append(sum(1 << i for i, axis in enumerate(_AXES) if axis in group.indivisible))
-        words.append(len(group.regions))
-        for region in group.regions:
-            words += (region.span, region.address)
-            for name in _AXES.values():
-                axis = getattr(region, name)
-                words += (axis.start, axis.count, axis.stride)
-    try:
-        return np.array(words, np.uint64)
-    except OverflowError as error:
-        raise LayoutError("a number of the geometry is negative or above 2**64 - 1") from error
 
 
 @dataclass(frozen=True)
@@ -627,15 +595,6 @@ def memory_spans(memory: object) -> tuple[MemorySpan, ...]:
     return (MemorySpan(begin, nbytes, array.memory, array.device, keepalive=array.owner),)
 
 
-@dataclass(frozen=True)
-class _Draft:
-    """A group before its spans are known: the axes of each region, and its array."""
-
-    name: str
-    fields: dict[str, Any]
-    regions: tuple[tuple[str, _Array, int, dict[str, Axis]], ...]
-
-
 class KVCache:
     """The KV cache of one rank: its tensors, kept alive, and their geometry.
 
@@ -646,7 +605,7 @@ class KVCache:
     Immutable. Copies nothing: transfers move bytes in and out of the tensors that were given.
     """
 
-    __slots__ = ("_drafts", "geometry", "spans")
+    __slots__ = ("_arrays", "geometry", "spans")
 
     geometry: Geometry
     """Where everything lies; send ``geometry.to_bytes()`` to the peer."""
@@ -655,33 +614,26 @@ class KVCache:
 
     DEFAULT_GROUP: ClassVar[str] = "kv"
 
-    def __init__(self, drafts: Sequence[_Draft]) -> None:
-        self._drafts = tuple(drafts)
-        self.spans = tuple(
-            _find_spans([array for draft in drafts for _, array, _, _ in draft.regions])
-        )
+    def __init__(self, arrays: Sequence[_Array], groups: Sequence[Group]) -> None:
+        self._arrays = tuple(arrays)
+        self.spans = tuple(_find_spans(arrays))
         self.geometry = Geometry(
             tuple(AddressRange(s.address, s.nbytes, s.memory, s.device) for s in self.spans),
-            tuple(self._finish(draft) for draft in drafts),
+            tuple(self._place(group) for group in groups),
         )
         try:  # what a peer would refuse is refused here
             msgspec.convert(msgspec.to_builtins(self.geometry), Geometry)
         except msgspec.ValidationError as error:
             raise LayoutError(f"the geometry cannot be sent: {error}") from error
 
-    def _finish(self, draft: _Draft) -> Group:
-        regions = []
-        for name, array, address, axes in draft.regions:
-            span = next(
-                i
-                for i, s in enumerate(self.spans)
-                if (s.memory, s.device) == (array.memory, array.device)
-                and s.address <= address < s.address + s.nbytes
-            )
-            regions.append(
-                Region(name, span, address, **{_AXES[letter]: axes[letter] for letter in _AXES})
-            )
-        return Group(draft.name, **draft.fields, regions=tuple(regions))
+    def _place(self, group: Group) -> Group:
+        """Return a group whose regions name their spans."""
+        starts = [span.address for span in self.spans]
+        regions = tuple(
+            msgspec.structs.replace(region, span=bisect_right(starts, region.address) - 1)
+            for region in group.regions
+        )
+        return msgspec.structs.replace(group, regions=regions)
 
     def __repr__(self) -> str:
         groups = ", ".join(
@@ -704,7 +656,7 @@ class KVCache:
         dtype: str | None = None,
         dcp: tuple[int, int] = (0, 1),
         interleave: int = 1,
-        indivisible: str = "",
+        opaque_axes: str = "",
     ) -> KVCache:
         """Describe the tensors of one group of layers.
 
@@ -742,7 +694,7 @@ class KVCache:
             Rank and size of the decode-context-parallel group over which tokens are interleaved.
         interleave : int
             Consecutive tokens per turn in that group; divides the tokens per block.
-        indivisible : str
+        opaque_axes : str
             Letters of axes along which the inside of the cache is opaque. Along such an axis,
             and along all axes of smaller stride, both sides must have the same layout and extent,
             and everything moves whole. ``"N"`` means whole blocks of tokens: a tail is rounded up.
@@ -768,7 +720,7 @@ class KVCache:
                 f"tensors is a {type(tensors).__name__} without entries; expected a mapping of "
                 "layer name to tensor"
             )
-        texts: dict[str, object] = {"axes": axes, "group": group, "indivisible": indivisible}
+        texts: dict[str, object] = {"axes": axes, "group": group, "opaque_axes": opaque_axes}
         for what, text in texts.items():
             if not isinstance(text, str):
                 raise LayoutError(f"{what} is {text!r}; expected a str")
@@ -777,7 +729,7 @@ class KVCache:
         boxes = [_read_layer(str(name), value, axes) for name, value in entries]
         _check_distinct([box for tensor in boxes for box in tensor])
         first = boxes[0][0]
-        regions = []
+        regions: list[Region] = []
         for tensor, numbers in zip(boxes, _layer_numbers(boxes, layers), strict=True):
             for box in tensor:
                 _check_alike(first, box)
@@ -787,27 +739,23 @@ class KVCache:
                         f"{tp[1]} holds {len(held)} of kv_heads={kv_heads} "
                         f"({held.start} to {held.stop - 1})"
                     )
-                head = box.axes["H"]
-                placed = {**box.axes, "H": Axis(held.start, head.count, head.stride)}
-                stride = box.axes["L"].stride
-                for at, count in _runs(numbers):
-                    layer = Axis(numbers[at], count, stride if count > 1 else 0)
-                    address = box.array.address + at * stride
-                    regions.append((box.name, box.array, address, {**placed, "L": layer}))
-        fields = {
-            "dtype": dtype or first.array.dtype,
-            "element_bytes": first.array.element_bytes,
-            "block_size": first.axes["N"].count if first.has_tokens else 0,
-            "num_blocks": first.axes["B"].count,
-            "kv_heads": kv_heads,
-            "head_dim": first.axes["D"].count,
-            "has_values": first.has_values,
-            "tp": tp,
-            "dcp": dcp,
-            "interleave": _integers("interleave", [interleave])[0],
-            "indivisible": indivisible,
-        }
-        return cls([_Draft(group, fields, tuple(regions))])
+                regions.extend(_regions(box, numbers, held))
+        made = Group(
+            name=group,
+            dtype=dtype or first.array.dtype,
+            element_bytes=first.array.element_bytes,
+            block_size=first.axes["N"].count if first.has_tokens else 0,
+            num_blocks=first.axes["B"].count,
+            kv_heads=kv_heads,
+            head_dim=first.axes["D"].count,
+            has_values=first.has_values,
+            tp=tp,
+            dcp=dcp,
+            interleave=_integers("interleave", [interleave])[0],
+            opaque_axes=opaque_axes,
+            regions=tuple(regions),
+        )
+        return cls([box.array for tensor in boxes for box in tensor], [made])
 
     @classmethod
     def combine(cls, *caches: KVCache) -> KVCache:
@@ -832,7 +780,20 @@ class KVCache:
         """
         if not caches:
             raise LayoutError("there are no caches to combine; give one or more")
-        return cls([draft for cache in caches for draft in cache._drafts])
+        return cls(
+            [array for cache in caches for array in cache._arrays],
+            [group for cache in caches for group in cache.geometry.groups],
+        )
+
+
+def _regions(box: _Box, numbers: list[int], held: range) -> Iterator[Region]:
+    """Make a region of each stretch of consecutive layers."""
+    axes = {name: box.axes[letter] for letter, name in _AXES.items()}
+    axes["head"] = msgspec.structs.replace(axes["head"], start=held.start)
+    stride = axes["layer"].stride
+    for at, count in _runs(numbers):
+        axes["layer"] = Axis(numbers[at], count, stride if count > 1 else 0)
+        yield Region(box.name, 0, box.array.address + at * stride, **axes)
 
 
 def _read_layer(name: str, value: Any, axes: str) -> list[_Box]:  # noqa: ANN401
@@ -881,9 +842,7 @@ def _pair(what: str, value: tuple[int, int]) -> tuple[int, int]:
 
 def _integers(what: str, values: Iterable[int]) -> list[int]:
     try:
-        numbers = list(values)
-        if not _BOOLS.isdisjoint(map(type, numbers)):
-            raise TypeError("a bool is no number")
-        return [operator.index(value) for value in numbers]
-    except TypeError as error:
+        numbers: list[int] = integers(what, list(values), LayoutError).tolist()
+        return numbers
+    except (TypeError, LayoutError) as error:
         raise LayoutError(f"{what} is {values!r}; expected integers") from error
