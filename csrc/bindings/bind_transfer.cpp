@@ -36,8 +36,8 @@ using transfer::Memory;
 using transfer::Op;
 using transfer::Peer;
 using transfer::Registration;
-using transfer::Request;
 using transfer::Span;
+using transfer::Submission;
 using transfer::TimePoint;
 using transfer::Transfer;
 
@@ -110,26 +110,26 @@ py::dict stats(const Transfer& t) {
     return d;
 }
 
-Request make_request(int op, std::shared_ptr<Peer> peer, std::optional<py::bytes> notify,
-                     double timeout) {
-    Request request;
-    request.op = static_cast<Op>(op);
-    request.peer = std::move(peer);
+Submission make_submission(int op, std::shared_ptr<Peer> peer, std::optional<py::bytes> notify,
+                           double timeout) {
+    Submission submission;
+    submission.op = static_cast<Op>(op);
+    submission.peer = std::move(peer);
     if (notify) {
-        request.notify = std::string(*notify);
+        submission.notify = std::string(*notify);
     }
-    request.timeout = duration(timeout);
-    return request;
+    submission.timeout = duration(timeout);
+    return submission;
 }
 
 std::shared_ptr<Transfer> submit_descriptors(Agent& agent, int op, std::shared_ptr<Peer> peer,
-                                      const RowArray& local, const RowArray& remote,
-                                      std::optional<py::bytes> notify, double timeout) {
-    Request request = make_request(op, std::move(peer), std::move(notify), timeout);
-    request.local_extents = copy_rows(local);
-    request.remote_extents = copy_rows(remote);
+                                             const RowArray& local, const RowArray& remote,
+                                             std::optional<py::bytes> notify, double timeout) {
+    Submission submission = make_submission(op, std::move(peer), std::move(notify), timeout);
+    submission.local_extents = copy_rows(local);
+    submission.remote_extents = copy_rows(remote);
     const py::gil_scoped_release release;
-    return agent.submit(std::move(request));
+    return agent.submit(std::move(submission));
 }
 
 /// A plan, and what preparing its rows would take.
@@ -146,7 +146,7 @@ struct NativePlan {
 };
 
 /// A plan with block tables that own their numbers, for the agent's thread.
-class PlanSource final : public transfer::Source {
+class PlanSource final : public transfer::DescriptorSource {
   public:
     PlanSource(std::shared_ptr<const NativePlan> plan, const IdArray& ids, const IdArray& headers)
         : plan_(std::move(plan)),
@@ -186,15 +186,15 @@ std::shared_ptr<Transfer> submit_plan(Agent& agent, int op, std::shared_ptr<Peer
                                       const std::shared_ptr<NativePlan>& plan, const IdArray& ids,
                                       const IdArray& headers, std::optional<py::bytes> notify,
                                       double timeout) {
-    Request request = make_request(op, std::move(peer), std::move(notify), timeout);
+    Submission submission = make_submission(op, std::move(peer), std::move(notify), timeout);
     const auto source = std::make_shared<const PlanSource>(plan, ids, headers);
     const py::gil_scoped_release release;
     plan->plan.check(source->tables(),
-                     request.op == Op::kRead ? kv::Side::kLocal : kv::Side::kRemote);
-    request.local_extents = plan->plan.extents(kv::Side::kLocal);
-    request.remote_extents = plan->plan.extents(kv::Side::kRemote);
-    request.source = source;
-    return agent.submit(std::move(request));
+                     submission.op == Op::kRead ? kv::Side::kLocal : kv::Side::kRemote);
+    submission.local_extents = plan->plan.extents(kv::Side::kLocal);
+    submission.remote_extents = plan->plan.extents(kv::Side::kRemote);
+    submission.source = source;
+    return agent.submit(std::move(submission));
 }
 
 }  // namespace
@@ -267,8 +267,8 @@ void bind_transfer(py::module_ m) {
              })
         .def("is_alive", &Agent::is_alive, ReleaseGil())
         .def("disconnect", &Agent::disconnect, ReleaseGil())
-        .def("submit_descriptors", &submit_descriptors, py::arg("op"), py::arg("peer"), py::arg("local"),
-             py::arg("remote"), py::arg("notify"), py::arg("timeout"))
+        .def("submit_descriptors", &submit_descriptors, py::arg("op"), py::arg("peer"),
+             py::arg("local"), py::arg("remote"), py::arg("notify"), py::arg("timeout"))
         .def("submit_plan", &submit_plan, py::arg("op"), py::arg("peer"), py::arg("plan"),
              py::arg("ids"), py::arg("headers"), py::arg("notify"), py::arg("timeout"))
         .def("cancel", &Agent::cancel, ReleaseGil())
@@ -318,7 +318,7 @@ void bind_transfer(py::module_ m) {
         .def("drop_notifications", &FakeNetwork::drop_notifications, ReleaseGil());
 
     m.def("fake_agent", [](const std::string& name, const py::bytes& incarnation,
-                            const std::shared_ptr<FakeNetwork>& network) {
+                           const std::shared_ptr<FakeNetwork>& network) {
         AgentOptions options;
         options.incarnation = std::string(incarnation);
         const py::gil_scoped_release release;

@@ -63,9 +63,9 @@ struct Pair {
     }
     Row row_a(std::size_t block) const { return {address(&pool_a[block * kBlock]), kBlock, 0}; }
     Row row_b(std::size_t block) const { return {address(&pool_b[block * kBlock]), kBlock, 0}; }
-    Request request(Op op, const std::vector<std::size_t>& blocks,
-                    Clock::duration timeout = kHang) const {
-        Request r;
+    Submission request(Op op, const std::vector<std::size_t>& blocks,
+                       Clock::duration timeout = kHang) const {
+        Submission r;
         r.op = op;
         r.peer = peer;
         for (const std::size_t block : blocks) {
@@ -87,7 +87,7 @@ struct Pair {
 };
 
 /// Blocks of a pair; block i here meets block i there.
-class BlockSource final : public Source {
+class BlockSource final : public DescriptorSource {
   public:
     BlockSource(const Pair& pair, std::vector<std::size_t> blocks,
                 std::shared_ptr<const void> shared = nullptr, std::shared_future<void> ready = {})
@@ -178,7 +178,7 @@ TEST_CASE("rows are made on the agent's thread and cut into batches") {
     options.batch_bytes = 16;
     options.batch_rows = 2;
     Pair p(options);
-    Request r = p.request(Op::kRead, {});
+    Submission r = p.request(Op::kRead, {});
     r.local_extents = {{address(p.pool_a.data()), p.pool_a.size(), 0}};
     r.remote_extents = {{address(p.pool_b.data()), p.pool_b.size(), 0}};
     r.source = std::make_shared<BlockSource>(p, std::vector<std::size_t>{1});
@@ -199,7 +199,7 @@ TEST_CASE("rows that keep coming are prepared once that pays, and move the same 
         std::fill(p.pool_a.begin(), p.pool_a.end(), static_cast<unsigned char>(0));
         std::vector<std::size_t> blocks;
         for (std::size_t i = 0; i < 16; ++i) blocks.push_back((i * 7 + turn) % 64);
-        Request r = p.request(Op::kRead, {});
+        Submission r = p.request(Op::kRead, {});
         r.local_extents = {{address(p.pool_a.data()), p.pool_a.size(), 0}};
         r.remote_extents = {{address(p.pool_b.data()), p.pool_b.size(), 0}};
         r.source = std::make_shared<BlockSource>(p, blocks, pool);
@@ -394,7 +394,7 @@ TEST_CASE("a closed agent has let go of everything") {
 TEST_CASE("deadlines do not count the time in which the agent's thread did not run") {
     Pair p;
     std::promise<void> go_on;
-    Request blocks = p.request(Op::kRead, {0}, kHang);
+    Submission blocks = p.request(Op::kRead, {0}, kHang);
     blocks.source = std::make_shared<BlockSource>(p, std::vector<std::size_t>{0}, nullptr,
                                                   go_on.get_future().share());
     const auto first = p.a->submit(std::move(blocks));
