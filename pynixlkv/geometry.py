@@ -7,7 +7,6 @@ with addresses in it: comparable, serialisable, and all that a peer needs to pla
 from __future__ import annotations
 
 import math
-import struct
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,20 +17,17 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 import numpy as np
 
-from pynixlkv import _native
+from pynixlkv import _native, wire
 from pynixlkv._arrays import integers
-from pynixlkv.errors import ConfigError, LayoutError, ProtocolVersionError, WireError
+from pynixlkv.errors import ConfigError, LayoutError
 from pynixlkv.topology import held_heads
 from pynixlkv.types import MemorySpan, MemoryType
 
-__all__ = ["AddressRange", "Axis", "Geometry", "Group", "KVCache", "Region", "memory_spans"]
+__all__ = ["Axis", "Geometry", "Group", "KVCache", "Region", "memory_spans"]
 
 _MAX_REGIONS = 4096
 _MAX_GROUPS = 64
 _MAX_LAYERS = 4096  # of one region; real models have some hundreds
-_MAGIC = b"PNKG"
-_VERSION = 1
-_HEADER = struct.Struct("<4sH")
 
 # Names of the axes in the order of csrc/kv/region.hpp, and the letters that stand for them. C is
 # not among them: it is K and D sharing one dimension.
@@ -88,27 +84,6 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     head: Axis
     token: Axis
     dim: Axis
-
-
-class AddressRange(msgspec.Struct, frozen=True, array_like=True):
-    """A contiguous range of memory that is registered as a whole.
-
-    Parameters
-    ----------
-    address : int
-        First byte.
-    nbytes : int
-        Length in bytes, at least 1.
-    memory : MemoryType
-        Kind of memory.
-    device : int
-        Device ordinal; 0 for host memory.
-    """
-
-    address: _Word
-    nbytes: _Count
-    memory: MemoryType
-    device: _Word
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -227,7 +202,7 @@ class Geometry(msgspec.Struct, frozen=True, dict=True):
 
     Parameters
     ----------
-    spans : tuple of AddressRange
+    spans : tuple of MemorySpan
         Memory to register, ascending and disjoint.
     groups : tuple of Group
         At least one; names differ.
@@ -243,7 +218,7 @@ class Geometry(msgspec.Struct, frozen=True, dict=True):
     matters to a peer). Safe from several threads.
     """
 
-    spans: Annotated[tuple[AddressRange, ...], msgspec.Meta(min_length=1, max_length=_MAX_REGIONS)]
+    spans: Annotated[tuple[MemorySpan, ...], msgspec.Meta(min_length=1, max_length=_MAX_REGIONS)]
     groups: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1, max_length=_MAX_GROUPS)]
 
     def __post_init__(self) -> None:
@@ -261,9 +236,9 @@ class Geometry(msgspec.Struct, frozen=True, dict=True):
         Returns
         -------
         bytes
-            A magic, a version, and MessagePack.
+            A geometry in the envelope of `pynixlkv.wire`.
         """
-        return _HEADER.pack(_MAGIC, _VERSION) + msgspec.msgpack.encode(self)
+        return wire.seal(self, "geometry")
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Geometry:
@@ -286,20 +261,7 @@ class Geometry(msgspec.Struct, frozen=True, dict=True):
         WireError
             If it is damaged, truncated, or impossible.
         """
-        data = bytes(data)
-        if len(data) < _HEADER.size or data[:4] != _MAGIC:
-            raise WireError(f"not a geometry: {len(data)} bytes that begin with {data[:4]!r}")
-        version = _HEADER.unpack_from(data)[1]
-        if version != _VERSION:
-            raise ProtocolVersionError(
-                f"geometry has version {version}, expected {_VERSION}; use the same pynixlkv",
-                local_version=str(_VERSION),
-                remote_version=str(version),
-            )
-        try:
-            return msgspec.msgpack.decode(data[_HEADER.size :], type=cls)
-        except (msgspec.DecodeError, LayoutError, UnicodeDecodeError) as error:
-            raise WireError(f"geometry of {len(data)} bytes is damaged: {error}") from error
+        return wire.unseal(data, cls, "geometry")
 
     @property
     def names(self) -> list[str]:
@@ -547,13 +509,7 @@ def _find_spans(arrays: Sequence[_Array]) -> list[MemorySpan]:
         else:
             joined.append((begin, end, members))
     return [
-        MemorySpan(
-            begin,
-            end - begin,
-            members[0].memory,
-            members[0].device,
-            keepalive=tuple(array.owner for array in members),
-        )
+        MemorySpan(begin, end - begin, members[0].memory, members[0].device)
         for begin, end, members in joined
     ]
 
@@ -569,7 +525,7 @@ def memory_spans(memory: object) -> tuple[MemorySpan, ...]:
     Returns
     -------
     tuple of MemorySpan
-        Each holds what owns the memory.
+        The caller keeps the memory.
 
     Raises
     ------
@@ -592,7 +548,7 @@ def memory_spans(memory: object) -> tuple[MemorySpan, ...]:
             f"an array of shape {array.shape} and strides {array.strides} bytes is not contiguous; "
             "register the array that it is a view of, or make a contiguous copy"
         )
-    return (MemorySpan(begin, nbytes, array.memory, array.device, keepalive=array.owner),)
+    return (MemorySpan(begin, nbytes, array.memory, array.device),)
 
 
 class KVCache:
@@ -605,35 +561,26 @@ class KVCache:
     Immutable. Copies nothing: transfers move bytes in and out of the tensors that were given.
     """
 
-    __slots__ = ("_arrays", "geometry", "spans")
+    __slots__ = ("_arrays", "geometry")
 
     geometry: Geometry
     """Where everything lies; send ``geometry.to_bytes()`` to the peer."""
-    spans: tuple[MemorySpan, ...]
-    """Memory to register with an agent; holds the tensors."""
 
     DEFAULT_GROUP: ClassVar[str] = "kv"
 
     def __init__(self, arrays: Sequence[_Array], groups: Sequence[Group]) -> None:
         self._arrays = tuple(arrays)
-        self.spans = tuple(_find_spans(arrays))
-        self.geometry = Geometry(
-            tuple(AddressRange(s.address, s.nbytes, s.memory, s.device) for s in self.spans),
-            tuple(self._place(group) for group in groups),
-        )
+        spans = tuple(_find_spans(arrays))
+        self.geometry = Geometry(spans, tuple(_place(group, spans) for group in groups))
         try:  # what a peer would refuse is refused here
             msgspec.convert(msgspec.to_builtins(self.geometry), Geometry)
         except msgspec.ValidationError as error:
             raise LayoutError(f"the geometry cannot be sent: {error}") from error
 
-    def _place(self, group: Group) -> Group:
-        """Return a group whose regions name their spans."""
-        starts = [span.address for span in self.spans]
-        regions = tuple(
-            msgspec.structs.replace(region, span=bisect_right(starts, region.address) - 1)
-            for region in group.regions
-        )
-        return msgspec.structs.replace(group, regions=regions)
+    @property
+    def spans(self) -> tuple[MemorySpan, ...]:
+        """Memory to register with an agent; the cache holds the tensors."""
+        return self.geometry.spans
 
     def __repr__(self) -> str:
         groups = ", ".join(
@@ -712,7 +659,7 @@ class KVCache:
 
         Notes
         -----
-        Does not copy or touch the tensors' data. The cache and its spans keep the tensors alive.
+        Does not copy or touch the tensors' data. The cache keeps the tensors alive.
         """
         entries = list(tensors.items()) if hasattr(tensors, "items") else []
         if not entries:
@@ -794,6 +741,16 @@ def _regions(box: _Box, numbers: list[int], held: range) -> Iterator[Region]:
     for at, count in _runs(numbers):
         axes["layer"] = Axis(numbers[at], count, stride if count > 1 else 0)
         yield Region(box.name, 0, box.array.address + at * stride, **axes)
+
+
+def _place(group: Group, spans: Sequence[MemorySpan]) -> Group:
+    """Return a group whose regions name their spans."""
+    starts = [span.address for span in spans]
+    regions = tuple(
+        msgspec.structs.replace(region, span=bisect_right(starts, region.address) - 1)
+        for region in group.regions
+    )
+    return msgspec.structs.replace(group, regions=regions)
 
 
 def _read_layer(name: str, value: Any, axes: str) -> list[_Box]:  # noqa: ANN401

@@ -8,12 +8,12 @@
 #include <vector>
 
 #include "kv/expansion.hpp"
-#include "transfer/engine.hpp"
+#include "transfer/submission.hpp"
 
 namespace pynixlkv::transfer {
 
 /// Block tables of a plan. Its functions are called by one thread at a time.
-class PlanSource final : public Source {
+class PlanSource final : public DescriptorSource {
   public:
     explicit PlanSource(std::shared_ptr<const kv::BlockTables> tables)
         : tables_(std::move(tables)) {}
@@ -50,13 +50,13 @@ class PlanSource final : public Source {
     mutable std::optional<kv::Expansion> expansion_;
 };
 
-/// Let a request move what the tables say; checks that no block is written twice.
+/// Let a submission move what the tables say; checks that no block is written twice.
 /// @throws Error PlanError
-inline void set_plan(Request& request, const std::shared_ptr<const kv::BlockTables>& tables) {
-    tables->check_written_once(request.op == Op::kRead ? kv::Side::kLocal : kv::Side::kRemote);
-    request.local_extents = tables->plan()->extents(kv::Side::kLocal);
-    request.remote_extents = tables->plan()->extents(kv::Side::kRemote);
-    request.source = std::make_shared<const PlanSource>(tables);
+inline void set_plan(Submission& submission, const std::shared_ptr<const kv::BlockTables>& tables) {
+    tables->check_written_once(submission.op == Op::kRead ? kv::Side::kLocal : kv::Side::kRemote);
+    submission.local_extents = tables->plan()->extents(kv::Side::kLocal);
+    submission.remote_extents = tables->plan()->extents(kv::Side::kRemote);
+    submission.source = std::make_shared<const PlanSource>(tables);
 }
 
 }  // namespace pynixlkv::transfer
