@@ -1,7 +1,7 @@
-"""What a rank holds: tensors become boxes with named axes, boxes become bytes for the peer.
+"""The memory layout of a rank's KV cache, as boxes with named axes.
 
 `KVCache` is made from the tensors of one rank and keeps them alive. Its `Geometry` is plain data
-with addresses in it: comparable, serialisable, and all that a peer needs to plan against.
+with addresses in it: comparable, serialisable, and all that a peer needs to plan transfers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _MAX_REGIONS = 4096
 _MAX_GROUPS = 64
 _MAX_LAYERS = 4096  # of one region; real models have some hundreds
 
-# Names of the axes in the order of csrc/kv/region.hpp, and the letters that stand for them. C is
-# not among them: it is K and D sharing one dimension.
+# Letters and names of the axes, in the order of csrc/kv/region.hpp. Letter C, K and D in one
+# dimension, has no axis of its own.
 _AXES = {"L": "layer", "K": "kv", "B": "block", "H": "head", "N": "token", "D": "dim"}
 
 _Word = Annotated[int, msgspec.Meta(ge=0, lt=2**60)]
@@ -58,7 +58,7 @@ class Axis(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
-    """A box of elements: where each element of some layers, heads, … lies.
+    """The addresses of a box of elements.
 
     The element with global indices (l, k, b, h, n, d) is at ``address`` plus, for each axis,
     ``(index - start) * stride`` bytes.
@@ -66,9 +66,9 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     Parameters
     ----------
     name : str
-        Name of the tensor; compared and reported, never computed with.
+        Name of the tensor, for messages.
     span : int
-        Index into `Geometry.spans` of the memory that holds all of it.
+        Index into `Geometry.spans` of the memory that holds the whole region.
     address : int
         Virtual address of the first element.
     layer, kv, block, head, token, dim : Axis
@@ -87,7 +87,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """Layers of the same kind, which share one block table per request.
+    """Layers that share one block table per request.
 
     Parameters
     ----------
@@ -106,15 +106,15 @@ class Group(msgspec.Struct, frozen=True):
     head_dim : int
         Elements per head and token, or of the latent.
     has_values : bool
-        There are keys and values; False for one latent or state.
+        True for keys and values, False for one latent or state.
     tp : tuple of (int, int)
         Tensor-parallel rank and size.
     dcp : tuple of (int, int)
-        Rank and size in the group that the tokens of a sequence are spread over.
+        Rank and size of the decode-context-parallel group.
     interleave : int
-        Consecutive tokens that go to one rank of that group before it is the next one's turn.
+        Consecutive tokens that one rank of that group holds before the next rank's turn.
     opaque_axes : str
-        Letters of the axes along which the inside is opaque.
+        Letters of the axes along which the inside is opaque; see `KVCache.from_tensors`.
     regions : tuple of Region
         The boxes; no element is in two of them.
     """
@@ -147,11 +147,11 @@ class Group(msgspec.Struct, frozen=True):
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a sequence that one block stands for: all ranks' shares together."""
+        """Tokens of a sequence per block, the shares of all context-parallel ranks included."""
         return max(self.block_size, 1) * self.dcp[1]
 
     def differences(self, other: Group) -> list[tuple[str, object, object]]:
-        """Return what makes it impossible to move data between two groups.
+        """Return the differences that rule out a transfer between two groups.
 
         Parameters
         ----------
@@ -161,7 +161,7 @@ class Group(msgspec.Struct, frozen=True):
         Returns
         -------
         list of (str, object, object)
-            ``"<group>.<field>"``, value here, value there. Empty if they can be planned.
+            ``"<group>.<field>"``, value here, value there. Empty if a plan is possible.
         """
         agreed = ("dtype", "element_bytes", "kv_heads", "head_dim", "has_values")
         pairs = [(field, getattr(self, field), getattr(other, field)) for field in agreed]
@@ -198,7 +198,7 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class Geometry(msgspec.Struct, frozen=True, dict=True):
-    """Where a rank's whole KV cache lies; what a peer needs to plan transfers with it.
+    """The layout of a rank's whole KV cache: all that a peer needs to plan transfers.
 
     Parameters
     ----------
@@ -210,12 +210,13 @@ class Geometry(msgspec.Struct, frozen=True, dict=True):
     Raises
     ------
     LayoutError
-        If anything lies outside its span, overlaps, is held twice, or is out of range.
+        If a region lies outside its span, two regions overlap or hold the same element, or a
+        number is out of range.
 
     Notes
     -----
-    Immutable, hashable, comparable with ``==`` (addresses included; see `differences` for what
-    matters to a peer). Safe from several threads.
+    Immutable, hashable, safe from several threads. ``==`` compares addresses too; `differences`
+    compares what matters to a peer.
     """
 
     spans: Annotated[tuple[MemorySpan, ...], msgspec.Meta(min_length=1, max_length=_MAX_REGIONS)]
@@ -224,7 +225,7 @@ class Geometry(msgspec.Struct, frozen=True, dict=True):
     def __post_init__(self) -> None:
         if len(set(self.names)) < len(self.groups):
             raise LayoutError(f"group names are {self.names}; each may appear once")
-        self._native  # noqa: B018 - checks everything else
+        self._native  # noqa: B018 - its constructor checks the rest
 
     @cached_property
     def _native(self) -> _native.kv.Geometry:
@@ -242,7 +243,7 @@ class Geometry(msgspec.Struct, frozen=True, dict=True):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Geometry:
-        """Read what `to_bytes` wrote. The bytes may come from anyone.
+        """Read what `to_bytes` wrote; safe on untrusted bytes.
 
         Parameters
         ----------
@@ -252,7 +253,7 @@ class Geometry(msgspec.Struct, frozen=True, dict=True):
         Returns
         -------
         Geometry
-            Checked as if it had been made here: sizes capped, every region inside its span.
+            Checked as one made here: sizes bounded, every region inside its span.
 
         Raises
         ------
@@ -285,7 +286,7 @@ class Geometry(msgspec.Struct, frozen=True, dict=True):
         return [by_name[name] for name in names]
 
     def differences(self, other: Geometry) -> list[tuple[str, object, object]]:
-        """Return what makes it impossible to move data between two caches.
+        """Return the differences that rule out transfers between two caches.
 
         Parameters
         ----------
@@ -295,8 +296,8 @@ class Geometry(msgspec.Struct, frozen=True, dict=True):
         Returns
         -------
         list of (str, object, object)
-            Field (``"groups"`` or ``"<group>.<field>"``), value here, value there. Empty if they
-            can be planned. Layouts, block sizes, pool sizes, ranks and names may differ freely.
+            Field (``"groups"`` or ``"<group>.<field>"``), value here, value there. Empty if a plan
+            is possible. Layouts, block sizes, pool sizes, ranks and names may differ freely.
         """
         mine = {group.name: group for group in self.groups}
         theirs = {group.name: group for group in other.groups}
@@ -315,7 +316,7 @@ def _stop(axis: Axis) -> int:
 
 @dataclass(frozen=True)
 class _Array:
-    """What matters of a tensor or array."""
+    """Address, layout and owner of a tensor or array."""
 
     address: int
     shape: tuple[int, ...]
@@ -388,7 +389,7 @@ def _read_tensor(name: str, tensor: Any) -> _Array:  # noqa: ANN401
 
 
 def _resolve_axes(name: str, axes: str, shape: tuple[int, ...], *, apart: bool) -> str:
-    """Return the letters of one array's dimensions. `apart`: K and V are arrays of their own."""
+    """Return the letters of an array's dimensions. `apart`: K and V are in separate arrays."""
     where = f"tensor {name!r} of shape {shape}: axes {axes!r}"
     if axes in ("HND", "NHD"):
         candidates = ["B" + axes] if apart else ["BK" + axes, "KB" + axes]
@@ -424,7 +425,7 @@ def _resolve_axes(name: str, axes: str, shape: tuple[int, ...], *, apart: bool) 
 
 @dataclass(frozen=True)
 class _Box:
-    """An array with its axes, its layers still counted from 0."""
+    """An array with its axes; layers count from 0."""
 
     name: str
     array: _Array
@@ -478,7 +479,7 @@ def _layer_numbers(boxes: Sequence[list[_Box]], layers: Sequence[int] | None) ->
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (index, count) of the stretches of consecutive numbers."""
+    """Return (index, count) of each stretch of consecutive numbers."""
     cuts = [0, *(i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1)]
     return [(a, b - a) for a, b in zip(cuts, [*cuts[1:], len(numbers)], strict=True)]
 
@@ -488,34 +489,29 @@ def _extent(array: _Array) -> tuple[int, int]:
     return array.address, array.address + reach + array.element_bytes
 
 
-def _find_spans(arrays: Sequence[_Array]) -> list[MemorySpan]:
-    """Return the fewest ranges that hold the arrays: one per storage, touching ones joined."""
-    by_storage: dict[object, list[_Array]] = {}
+def _find_spans(arrays: Sequence[_Array]) -> tuple[MemorySpan, ...]:
+    """Return one range per storage, with touching ones joined."""
+    extents: dict[tuple[MemoryType, int, object], tuple[int, int]] = {}
     for array in arrays:
-        by_storage.setdefault((array.memory, array.device, array.storage), []).append(array)
-    pieces = []
-    for members in by_storage.values():
-        extents = [_extent(array) for array in members]
-        pieces.append((min(a for a, _ in extents), max(b for _, b in extents), members))
-    pieces.sort(key=lambda piece: piece[:2])
-    joined = pieces[:1]
-    for begin, end, members in pieces[1:]:
-        last_begin, last_end, last = joined[-1]
-        same = (last[0].memory, last[0].device) == (members[0].memory, members[0].device)
-        # Device memory of two allocations may adjoin, but is registered apart.
-        touches = begin < last_end or (begin == last_end and members[0].memory is MemoryType.DRAM)
-        if touches and same:
-            joined[-1] = (last_begin, max(end, last_end), [*last, *members])
-        else:
-            joined.append((begin, end, members))
-    return [
-        MemorySpan(begin, end - begin, members[0].memory, members[0].device)
-        for begin, end, members in joined
-    ]
+        key = (array.memory, array.device, array.storage)
+        begin, end = _extent(array)
+        low, high = extents.get(key, (begin, end))
+        extents[key] = min(low, begin), max(high, end)
+    spans: list[MemorySpan] = []
+    for (memory, device, _), (begin, end) in sorted(extents.items(), key=lambda item: item[1]):
+        if spans and (spans[-1].memory, spans[-1].device) == (memory, device):
+            last = spans[-1]
+            last_end = last.address + last.nbytes
+            # Adjoining allocations of device memory are registered separately.
+            if begin < last_end or (begin == last_end and memory is MemoryType.DRAM):
+                spans.pop()
+                begin, end = last.address, max(end, last_end)
+        spans.append(MemorySpan(begin, end - begin, memory, device))
+    return tuple(spans)
 
 
 def memory_spans(memory: object) -> tuple[MemorySpan, ...]:
-    """Return the ranges of memory that something stands for, to register them.
+    """Return the ranges of memory to register for a cache, span, tensor or array.
 
     Parameters
     ----------
@@ -530,9 +526,9 @@ def memory_spans(memory: object) -> tuple[MemorySpan, ...]:
     Raises
     ------
     LayoutError
-        If it is neither of these, or a tensor or array with gaps.
+        If `memory` has another type, or is a tensor or array with gaps.
     ConfigError
-        If it has no bytes.
+        If `memory` has no bytes.
     """
     if isinstance(memory, KVCache):
         return memory.spans
@@ -564,15 +560,15 @@ class KVCache:
     __slots__ = ("_arrays", "geometry")
 
     geometry: Geometry
-    """Where everything lies; send ``geometry.to_bytes()`` to the peer."""
+    """The layout; send ``geometry.to_bytes()`` to the peer."""
 
     DEFAULT_GROUP: ClassVar[str] = "kv"
 
     def __init__(self, arrays: Sequence[_Array], groups: Sequence[Group]) -> None:
         self._arrays = tuple(arrays)
-        spans = tuple(_find_spans(arrays))
+        spans = _find_spans(arrays)
         self.geometry = Geometry(spans, tuple(_place(group, spans) for group in groups))
-        try:  # what a peer would refuse is refused here
+        try:  # refuse here what a peer would refuse
             msgspec.convert(msgspec.to_builtins(self.geometry), Geometry)
         except msgspec.ValidationError as error:
             raise LayoutError(f"the geometry cannot be sent: {error}") from error
@@ -610,41 +606,41 @@ class KVCache:
         Parameters
         ----------
         tensors : mapping of str to tensor or pair of tensors
-            Torch tensors (cpu or cuda, any dtype) or numpy arrays, by layer name. Any strides
-            that do not overlap: views, permuted and padded tensors are fine. A pair holds K and V
-            of a layer in tensors of their own. All must agree in dtype, number of blocks, tokens
-            per block and head size.
+            Torch tensors (cpu or cuda, any dtype) or numpy arrays, by layer name. Elements must
+            not overlap; views, permuted and padded tensors are fine. A pair holds K and V of a
+            layer in separate tensors. All must agree in dtype, number of blocks, tokens per block
+            and head size.
         axes : str
             The dimensions of each tensor, in its order, one letter each: ``L`` layer, ``K`` K or V
             (of size 2), ``B`` block, ``H`` KV head, ``N`` token, ``D`` element of a head or of
-            the latent, or instead of K and D: ``C``, K's elements and then V's. Each letter at
-            most once; B and one of D and C must be there. Without ``N`` the group is state that
-            moves block by block. ``"HND"`` and ``"NHD"`` stand for the order with B and K, in
-            either order, in front, where only one of the two fits the shape, or with B in front
-            for pairs; ``"MLA"`` stands for ``"BND"``.
+            the latent; ``C``, instead of K and D, K's elements and then V's. Each letter at most
+            once; B and one of D and C are required. Without ``N`` the group is state that moves
+            block by block. ``"HND"`` and ``"NHD"`` stand for ``"BK"`` or ``"KB"`` and these
+            letters, whichever alone fits the shape, or for ``"B"`` and these letters for pairs;
+            ``"MLA"`` stands for ``"BND"``.
         kv_heads : int or None
             KV heads (or equal shards of state) of the whole model; None if every rank holds
-            the whole (MLA), whatever `tp` is. Dimension H must be what the rank holds
-            according to `pynixlkv.topology.held_heads`, and may be left out if that is one.
+            the whole (MLA), whatever `tp` is. Dimension H must be as long as
+            `pynixlkv.topology.held_heads` says, and may be left out if that is 1.
         tp : tuple of (int, int)
             Tensor-parallel rank and size.
         layers : sequence of int, optional
             Global index of each layer, in the order of the mapping and, inside a tensor, of its
-            dimension L. By default 0, 1, 2, …. Both sides of a transfer must number alike;
-            a pipeline stage gives the numbers that the whole model uses.
+            dimension L. By default 0, 1, 2, …. Both sides of a transfer must use the same
+            numbers; a pipeline stage uses those of the whole model.
         group : str
             Name of the group; groups of two sides meet by name.
         dtype : str, optional
-            Name of the element type where the tensor's own does not say it (a ``uint16`` view of
-            bfloat16). Never changes the size.
+            Name of the element type if the tensor's own does not tell (a ``uint16`` view of
+            bfloat16). The element size stays the tensor's.
         dcp : tuple of (int, int)
-            Rank and size of the decode-context-parallel group over which tokens are interleaved.
+            Rank and size of the decode-context-parallel group, over which tokens are interleaved.
         interleave : int
             Consecutive tokens per turn in that group; divides the tokens per block.
         opaque_axes : str
-            Letters of axes along which the inside of the cache is opaque. Along such an axis,
-            and along all axes of smaller stride, both sides must have the same layout and extent,
-            and everything moves whole. ``"N"`` means whole blocks of tokens: a tail is rounded up.
+            Letters of axes along which the inside of the cache is opaque. Along such an axis and
+            all axes of smaller stride, both sides must have the same layout and extent, and
+            everything moves whole. ``"N"`` moves whole blocks of tokens: a tail is rounded up.
 
         Returns
         -------
@@ -654,8 +650,8 @@ class KVCache:
         Raises
         ------
         LayoutError
-            If a tensor, the axes, or the numbers do not fit each other. Says what was seen, what
-            was expected, and which tensor it was.
+            If the tensors, the axes and the numbers do not fit each other; the message names the
+            tensor, the value and what was expected.
 
         Notes
         -----
@@ -706,13 +702,13 @@ class KVCache:
 
     @classmethod
     def combine(cls, *caches: KVCache) -> KVCache:
-        """Join caches into one whose groups have block tables of their own.
+        """Join caches into one; each group keeps its own block table.
 
         Parameters
         ----------
         *caches : KVCache
-            One or more; the names of their groups must differ. Groups may lie in the same memory
-            (a shared pool of blocks) if equal block numbers are equal bytes.
+            One or more; the names of their groups must differ. Groups may share memory (a pool of
+            blocks) if equal block numbers mean equal bytes.
 
         Returns
         -------

@@ -256,6 +256,9 @@ TEST_CASE("context-parallel sides exchange the tokens they share") {
     CHECK_EQ(rows.remote[0].address, 90'000U + 3 * 512);
     CHECK_EQ(rows.local[1].address, 10'000U + 512 + 6 * 32);
     CHECK_EQ(rows.remote[1].address, 90'000U + 3 * 512 + 64);
+    const Rows back = expand(plan_of(remote, hnd(10'000)), {{there, local}});
+    CHECK_EQ(back.local.size(), 2U * 2 * 2);
+    CHECK_EQ(back.remote[1].address, 10'000U + 512 + 6 * 32);
     // Both sides alike: whole blocks again.
     const Plan alike = plan_of(remote, remote);
     CHECK_EQ(expand(alike, {{local, there}}).local.size(), 1U);
@@ -389,6 +392,7 @@ TEST_CASE("runs that adjoin in one block pair only are not one run") {
     const Plan wider = plan_of(here, layered(91'024, 8192, 0));
     CHECK_EQ(wider.block_runs(0).size(), 2U);
     CHECK_EQ(expand(wider, {{zero, zero}}).local.size(), 1U);
+    CHECK_EQ(expand(plan_of(layered(91'024, 8192, 0), here), {{zero, zero}}).local.size(), 1U);
     CHECK_EQ(expand(wider, {{zero, one}}).local.size(), 2U);
     CHECK_EQ(wider.prepared_rows(Side::kRemote)[3].address, 91'024U + 8192);
     const Geometry apart{{{90'000, 1024, 0}, {91'024, 1024, 0}}, layered(91'024, 8192, 1).groups};

@@ -176,7 +176,7 @@ def test_torch_is_not_imported() -> None:
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that says that it is on a GPU; nobody touches its bytes."""
+    """A tensor that claims to be on a GPU."""
 
     @property
     def device(self):
