@@ -217,7 +217,8 @@ class TransferPlan:
         self._native = _native.kv.Plan(
             local._native,
             remote._native,
-            *([geometry.names.index(name) for name in self.groups] for geometry in (local, remote)),
+            local_groups=[local.names.index(name) for name in self.groups],
+            remote_groups=[remote.names.index(name) for name in self.groups],
             max_bytes=None if max_bytes is None else min(int(max_bytes), 2**60),
             heads=wanted_heads,
             layers=wanted_layers,

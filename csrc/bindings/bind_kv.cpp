@@ -1,11 +1,13 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "base/error.hpp"
@@ -25,7 +27,7 @@ using kv::Plan;
 
 using IdArray = py::array_t<std::int64_t, py::array::c_style>;
 using RowArray = py::array_t<std::uint64_t, py::array::c_style>;
-using Bounds = std::vector<std::array<std::uint64_t, 2>>;
+using Bounds = std::pair<std::uint64_t, std::uint64_t>;
 /// Local and remote block ids, num_tokens or -1, local_start, remote_start.
 using GroupTables = std::tuple<IdArray, IdArray, std::int64_t, std::int64_t, std::int64_t>;
 
@@ -80,7 +82,7 @@ Geometry geometry_of(const py::object& source) {
     return checked(std::move(geometry));
 }
 
-std::vector<kv::Interval> intervals(const Bounds& bounds) {
+std::vector<kv::Interval> intervals(const std::vector<Bounds>& bounds) {
     std::vector<kv::Interval> result;
     for (const auto& [start, stop] : bounds) {
         result.push_back({start, stop});
@@ -92,8 +94,8 @@ std::shared_ptr<Plan> make_plan(const Geometry& local, const Geometry& remote,
                                 const std::vector<std::size_t>& local_groups,
                                 const std::vector<std::size_t>& remote_groups,
                                 std::optional<std::uint64_t> max_bytes,
-                                const std::optional<Bounds>& heads,
-                                const std::optional<Bounds>& layers) {
+                                const std::optional<std::vector<Bounds>>& heads,
+                                const std::optional<std::vector<Bounds>>& layers) {
     const py::gil_scoped_release release;
     kv::Selection selection;
     selection.max_bytes = std::min(max_bytes.value_or(kv::kMaxNumber), kv::kMaxNumber);
@@ -131,7 +133,7 @@ Expansion expand(const BlockTables& tables) {
     return Expansion(tables);
 }
 
-py::tuple descriptors(const BlockTables& tables) {
+std::pair<RowArray, RowArray> descriptors(const BlockTables& tables) {
     const Expansion expansion = expand(tables);
     const std::array<std::size_t, 2> shape{expansion.bound(), 3};
     RowArray local(shape);
@@ -143,10 +145,10 @@ py::tuple descriptors(const BlockTables& tables) {
         const py::gil_scoped_release release;
         count = expansion.emit(local_rows, remote_rows);
     }
-    // Gives back what merging has saved; nothing else refers to the arrays yet.
+    // Returns the memory that merging has saved; nothing else refers to the arrays yet.
     local.resize({count, std::size_t{3}}, false);
     remote.resize({count, std::size_t{3}}, false);
-    return py::make_tuple(local, remote);
+    return {local, remote};
 }
 
 }  // namespace
@@ -175,8 +177,8 @@ void bind_kv(py::module_ m) {
             "overlap",
             [](const Plan& plan, std::size_t group, const GroupTables& tables) {
                 const kv::Overlap o = plan.overlap(group, table_of(tables));
-                return std::tuple(std::array{o.begin, o.end}, std::array{o.first[0], o.last[0]},
-                                  std::array{o.first[1], o.last[1]});
+                return std::tuple(Bounds(o.begin, o.end), Bounds(o.first[0], o.last[0]),
+                                  Bounds(o.first[1], o.last[1]));
             },
             py::arg("group"), py::arg("tables"))
         .def("block_runs", &Plan::block_runs, py::arg("group"));

@@ -4,7 +4,6 @@
 
 #include <Python.h>
 
-
 #include "base/error.hpp"
 
 namespace pynixlkv::bindings {

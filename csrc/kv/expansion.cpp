@@ -60,7 +60,7 @@ class Cursor {
     std::uint64_t skip_ = 0;
 };
 
-/// Joins rows that continue the one before on both sides, and cuts what is too long.
+/// Merges rows that adjoin on both sides, and cuts them to `max_bytes`.
 class RowWriter {
   public:
     RowWriter(Row* local, Row* remote, std::uint64_t max_bytes)
@@ -225,7 +225,7 @@ Expansion::PairedGroup Expansion::pair_slots(const std::array<Paging, 2>& paging
 
 void Expansion::PairedGroup::append(std::uint64_t local_block, std::uint64_t remote_block,
                                     const SlotRange& range) {
-    if (slots.empty() || slots[last] != range) {  // mostly the same again
+    if (slots.empty() || slots[last] != range) {  // seldom
         const auto [entry, is_new] = known.try_emplace(range, slots.size());
         last = entry->second;
         if (is_new) {
