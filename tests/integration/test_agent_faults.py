@@ -16,7 +16,8 @@ from pynixlkv.agent import num_quarantined_agents
 from pynixlkv.errors import HandshakeError, PeerLostError, TransferError
 from pynixlkv.nixl import NixlAgent
 from pynixlkv.testing.conformance import rows
-from pynixlkv.testing.remote import Pool, ProcessRemote, random_bytes
+from pynixlkv.testing.contents import random_bytes
+from pynixlkv.testing.remote import Pool, ProcessRemote
 from pynixlkv.ucx import UcxAgent
 
 ENGINES = {

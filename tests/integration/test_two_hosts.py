@@ -14,7 +14,7 @@ from pynixlkv.cli.demo import DemoOptions, run_demo
 from pynixlkv.errors import PeerLostError, TransferTimeout
 from pynixlkv.nixl import NixlAgent
 from pynixlkv.testing.conformance import rows
-from pynixlkv.testing.remote import random_bytes
+from pynixlkv.testing.contents import random_bytes
 from pynixlkv.types import TransferState
 from pynixlkv.ucx import UcxAgent
 

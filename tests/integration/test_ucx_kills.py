@@ -21,7 +21,7 @@ import pytest
 
 from pynixlkv.errors import PeerLostError, UcxError
 from pynixlkv.testing.conformance import rows
-from pynixlkv.testing.remote import random_bytes
+from pynixlkv.testing.contents import random_bytes
 from pynixlkv.types import TransferState
 from pynixlkv.ucx import UcxAgent
 

@@ -9,7 +9,7 @@ import pytest
 from pynixlkv.errors import TransferError, WireError
 from pynixlkv.hello import Hello
 from pynixlkv.testing.conformance import rows
-from pynixlkv.testing.remote import random_bytes
+from pynixlkv.testing.contents import random_bytes
 from pynixlkv.types import TransferState
 from pynixlkv.ucx import Context, Endpoint, UcxAgent, Worker, am_send_nbx, binding
 

@@ -1,4 +1,4 @@
-"""The wheel of dist/ does its work in new environments without a compiler or our source tree."""
+"""The wheel of dist/ works in new environments without a compiler or this source tree."""
 
 from __future__ import annotations
 
