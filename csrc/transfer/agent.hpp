@@ -32,11 +32,11 @@ class Agent : LiveCounted<Agent> {
   public:
     static constexpr const char* kLiveName = "transfer.Agent";
 
-    /// Start the thread and make the driver on it; an exception of the factory comes out here.
+    /// Start the thread and make the driver on it; rethrows exceptions of the factory.
     Agent(std::string name, const DriverFactory& factory, const AgentOptions& options);
     Agent(const Agent&) = delete;
     Agent& operator=(const Agent&) = delete;
-    /// Never blocks: what is running is cancelled, and the thread lives on until all is quiet.
+    /// Never blocks: cancels all transfers; the thread lives on until they are quiet.
     ~Agent();
 
     [[nodiscard]] std::shared_ptr<Registration> register_memory(std::vector<Span> spans);
@@ -69,12 +69,12 @@ class Agent : LiveCounted<Agent> {
     [[nodiscard]] int completion_fd() const noexcept;
 
     void notify(const std::shared_ptr<Peer>& peer, std::string message);
-    /// Everything that arrived since the last call; waits for something until the given time.
+    /// Notifications since the last call; waits until the given time for the first.
     [[nodiscard]] std::vector<Notification> take_notifications(TimePoint until);
 
-    /// Wait until something has happened since the count that was seen last: a notification came,
-    /// a transfer ended or became quiet, or wake_waiters() was called.
-    /// @return the count now; the same as `seen` if the time ran out
+    /// Wait for activity since the counter was `seen`: a notification, a transfer that ended or
+    /// became quiet, or a call of wake_waiters().
+    /// @return the activity counter; `seen` if the time ran out
     [[nodiscard]] std::uint64_t wait_activity(std::uint64_t seen, TimePoint until) const;
     void wake_waiters() const;
 
@@ -83,12 +83,12 @@ class Agent : LiveCounted<Agent> {
     [[nodiscard]] std::size_t running() const noexcept;
     [[nodiscard]] const std::string& name() const noexcept;
 
-    /// Refuse new work, cancel what runs, wait until all is quiet, give everything back.
-    /// @return false if the time ran out first: the thread then finishes the job by itself, and
-    ///         the buffers of the quarantined transfers must stay as they are until is_closed()
+    /// Refuse new work, cancel all transfers, wait until they are quiet, release everything.
+    /// @return false if the time ran out first: the thread then goes on by itself, and the buffers
+    ///         of the quarantined transfers must not be reused until is_closed()
     bool close(TimePoint until);
     [[nodiscard]] bool is_closed() const noexcept;
-    /// Stop the thread for good, without giving back what is not quiet. For process exit only.
+    /// Stop the thread without releasing what is not quiet. For process exit only.
     void stop(TimePoint until);
 
   private:
