@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
+#include "transfer/agent.hpp"
 #include "transfer/driver.hpp"
 #include "transfer/registrations.hpp"
-#include "transfer/submission.hpp"
 #include "transfer/transfer.hpp"
 
 namespace pynixlkv::transfer {

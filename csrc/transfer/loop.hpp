@@ -1,7 +1,8 @@
 /// @file
-/// The agent's thread. Nothing here is touched by another thread, except through `Shared`.
+/// The agent's thread. Other threads reach it only through `SharedState`.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <future>
@@ -14,9 +15,33 @@
 
 #include "base/error.hpp"
 #include "transfer/active.hpp"
-#include "transfer/shared.hpp"
+#include "transfer/command_queue.hpp"
+#include "transfer/inbox.hpp"
+#include "transfer/registrations.hpp"
+#include "transfer/wake_socket.hpp"
 
 namespace pynixlkv::transfer {
+
+/// What an agent's thread and its callers share. Both hold a reference, so that neither has to wait
+/// for the other to go away.
+struct SharedState {
+    SharedState(std::string agent, AgentOptions agent_options)
+        : name(std::move(agent)),
+          options(std::move(agent_options)),
+          wake_socket(options.incarnation),
+          queue(name),
+          registrations(name) {}
+
+    const std::string name;
+    const AgentOptions options;
+    const WakeSocket wake_socket;
+    CommandQueue queue;
+    Inbox inbox;
+    Registrations registrations;
+    std::atomic<std::uint64_t> next_id{1};
+    std::atomic<std::size_t> num_quarantined{0};
+    std::atomic<std::size_t> num_running{0};
+};
 
 /// What making requests costs here, in ns per row: moving averages that begin with values measured
 /// for NIXL 1.5 on x86-64.
@@ -35,7 +60,7 @@ struct Costs {
 
 class Loop {
   public:
-    explicit Loop(std::shared_ptr<Shared> shared) : shared_(std::move(shared)) {}
+    explicit Loop(std::shared_ptr<SharedState> shared) : shared_(std::move(shared)) {}
     Loop(const Loop&) = delete;
     Loop& operator=(const Loop&) = delete;
     ~Loop() = default;
@@ -85,7 +110,7 @@ class Loop {
               const std::optional<NativeError>& cause = {});
     void forget_lists();
 
-    const std::shared_ptr<Shared> shared_;
+    const std::shared_ptr<SharedState> shared_;
     std::unique_ptr<Driver> driver_;
     std::vector<Active> active_;
     std::map<std::string, std::shared_ptr<Link>> links_;

@@ -6,12 +6,14 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <shared_mutex>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "base/error.hpp"
 #include "base/live_count.hpp"
 #include "transfer/memory_map.hpp"
 #include "transfer/types.hpp"
@@ -79,17 +81,60 @@ class Registrations {
 
     /// Reserve the spans of a registration, which nothing can use before enable().
     /// @throws Error("AlreadyRegisteredError") where one overlaps registered memory
-    void add(const Registration& registration);
-    void enable(const std::shared_ptr<Registration>& registration);
-    void abort(const Registration& registration);
+    void add(const Registration& registration) {
+        const std::unique_lock lock(mutex_);
+        memory_.add(registration.id(), registration.spans());
+    }
+    void enable(const std::shared_ptr<Registration>& registration) {
+        const std::unique_lock lock(mutex_);
+        by_id_.emplace(registration->id(), registration);
+    }
+    void abort(const Registration& registration) {
+        const std::unique_lock lock(mutex_);
+        memory_.remove(registration.id());
+    }
     /// @throws Error("ClosedError") if it is not here, Error("RegistrationInUseError") while used
-    void remove(Registration& registration);
-    void close_all();
+    void remove(Registration& registration) {
+        const std::unique_lock lock(mutex_);
+        const auto found = by_id_.find(registration.id());
+        if (found == by_id_.end() || found->second.get() != &registration) {
+            throw Error("ClosedError", "the registration is not one of agent '" + agent_ +
+                                           "', or was deregistered before");
+        }
+        if (const std::size_t uses = registration.uses(); uses > 0) {
+            throw Error("RegistrationInUseError",
+                        std::to_string(uses) +
+                            " transfers that are not quiet still use the memory; wait for them");
+        }
+        registration.close();
+        memory_.remove(registration.id());
+        by_id_.erase(found);
+    }
+    void close_all() {
+        const std::unique_lock lock(mutex_);
+        for (auto& [id, registration] : by_id_) {
+            registration->close();
+        }
+        by_id_.clear();
+        memory_.clear();
+    }
 
     /// @throws Error("NotRegisteredError") unless every row lies in registered memory
-    void check(std::span<const Row> rows) const;
+    void check(std::span<const Row> rows) const {
+        const std::shared_lock lock(mutex_);
+        (void)memory_.cover(rows, whose_);
+    }
     /// The same, and begin to use the registrations that the rows lie in.
-    [[nodiscard]] std::pair<Memory, Uses> use(std::span<const Row> rows) const;
+    [[nodiscard]] std::pair<Memory, Uses> use(std::span<const Row> rows) const {
+        const std::shared_lock lock(mutex_);
+        const auto cover = memory_.cover(rows, whose_);
+        std::vector<std::shared_ptr<Registration>> used;
+        used.reserve(cover.owners.size());
+        for (const MemoryMap::Owner owner : cover.owners) {
+            used.push_back(by_id_.at(owner));
+        }
+        return {cover.memory, Uses(std::move(used))};
+    }
 
   private:
     const std::string agent_;
