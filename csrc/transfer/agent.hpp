@@ -20,7 +20,6 @@
 
 #include "base/live_count.hpp"
 #include "transfer/driver.hpp"
-#include "transfer/registrations.hpp"
 #include "transfer/transfer.hpp"
 #include "transfer/types.hpp"
 

@@ -1,9 +1,11 @@
 /// @file
-/// The objects that an agent gives to its callers and shares with them: peers and transfers.
+/// The objects that an agent gives to its callers and shares with them: registrations, peers,
+/// transfers.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -11,6 +13,7 @@
 #include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/error.hpp"
 #include "base/live_count.hpp"
@@ -18,6 +21,34 @@
 #include "transfer/types.hpp"
 
 namespace pynixlkv::transfer {
+
+/// Memory that an agent has registered and that transfers may use.
+class Registration : LiveCounted<Registration> {
+  public:
+    static constexpr const char* kLiveName = "transfer.Registration";
+
+    Registration(std::uint64_t id, std::vector<Span> spans) : id_(id), spans_(std::move(spans)) {}
+
+    [[nodiscard]] std::uint64_t id() const noexcept { return id_; }
+    [[nodiscard]] const std::vector<Span>& spans() const noexcept { return spans_; }
+    /// Number of transfers that are not quiet and touch this memory.
+    [[nodiscard]] std::size_t uses() const noexcept { return uses_.load(); }
+    [[nodiscard]] bool is_open() const noexcept { return open_.load(); }
+
+    /// Count a use of the registration until the token is dropped.
+    [[nodiscard]] static std::shared_ptr<void> use(std::shared_ptr<Registration> registration) {
+        Registration* self = registration.get();
+        self->uses_.fetch_add(1);
+        return {self, [kept = std::move(registration)](Registration* r) { r->uses_.fetch_sub(1); }};
+    }
+    void close() noexcept { open_.store(false); }
+
+  private:
+    const std::uint64_t id_;
+    const std::vector<Span> spans_;
+    std::atomic<std::size_t> uses_{0};
+    std::atomic<bool> open_{true};
+};
 
 enum class PeerState : int { kConnected = 0, kLost = 1, kDisconnected = 2 };
 
