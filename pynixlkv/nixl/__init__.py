@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pynixlkv.nixl.binding import (
+from pynixlkv.nixl.engine import NixlAgent
+from pynixlkv.nixl.verbs import (
     Agent,
     AgentConfig,
     Backend,
@@ -10,13 +11,12 @@ from pynixlkv.nixl.binding import (
     PluginParams,
     PreparedList,
     Registration,
-    Request,
-    RequestState,
     ThreadSync,
     TransferCost,
     TransferTelemetry,
+    XferRequest,
+    XferState,
 )
-from pynixlkv.nixl.engine import NixlAgent
 
 __all__ = [
     "Agent",
@@ -27,9 +27,9 @@ __all__ = [
     "PluginParams",
     "PreparedList",
     "Registration",
-    "Request",
-    "RequestState",
     "ThreadSync",
     "TransferCost",
     "TransferTelemetry",
+    "XferRequest",
+    "XferState",
 ]

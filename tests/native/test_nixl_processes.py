@@ -11,7 +11,7 @@ import pytest
 from transfers import Area, run, take_notifications
 
 from pynixlkv.errors import NixlBackendError, RegistrationInUseError
-from pynixlkv.nixl import Agent, Notification, RequestState
+from pynixlkv.nixl import Agent, Notification, XferState
 
 BLOCK = 1 << 16
 NUM_BLOCKS = 64
@@ -104,32 +104,32 @@ def test_a_killed_peer_is_an_error_and_everything_can_be_released(connect, param
         with pytest.raises(NixlBackendError, match="peer 'target'"):
             run_many(agent, request)
         assert time.monotonic() - started < 10
-        assert request.state is RequestState.FAILED
+        assert request.state is XferState.FAILED
         with pytest.raises(NixlBackendError):
             agent.get_xfer_status(request)
     registration.close()
 
 
-def test_a_request_to_a_stopped_peer_is_parked_until_it_is_quiet(connect):
+def test_a_request_to_a_stopped_peer_is_quarantined_until_it_is_quiet(connect):
     peer, agent, area, registration, rows = connect(TCP)
     ours = area.rows(range(NUM_BLOCKS), BLOCK)
     with agent.create_xfer_req("READ", ours[:1], rows[:1], "target") as warm:
         run(agent, warm)
     peer.stop()
     request = agent.create_xfer_req("READ", ours, rows, "target")
-    assert agent.post_xfer_req(request) is RequestState.PENDING
+    assert agent.post_xfer_req(request) is XferState.PENDING
     started = time.monotonic()
     assert not agent.release_xfer_req(request, timeout=0.1)
     assert 0.1 <= time.monotonic() - started < 5
-    assert agent.num_parked == 1
-    assert "1 requests parked" in repr(agent)
+    assert agent.num_quarantined == 1
+    assert "1 requests quarantined" in repr(agent)
     with pytest.raises(RegistrationInUseError):
         registration.close()
     peer.resume()
     # Closing waits for the bytes; then they are all there.
     assert agent.close(timeout=30)
-    assert registration.closed
-    assert agent.num_parked == 0
+    assert registration.is_closed
+    assert agent.num_quarantined == 0
     assert np.array_equal(area.inside, Area(BLOCK * NUM_BLOCKS, 2).inside)
     peer.send(None)
     assert peer.finish() == "closed"

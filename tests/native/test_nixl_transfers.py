@@ -17,7 +17,7 @@ from pynixlkv.errors import (
     StateError,
     UnknownPeerError,
 )
-from pynixlkv.nixl import AgentConfig, Notification, RequestState, ThreadSync
+from pynixlkv.nixl import AgentConfig, Notification, ThreadSync, XferState
 from pynixlkv.types import MemoryType, Operation
 
 BLOCK = 4096
@@ -232,7 +232,7 @@ def test_files_are_written_and_queried(make_agent, tmp_path):
             ) as request,
         ):
             run(agent, request)
-            assert agent.query_xfer_backend(request) is posix
+            assert agent.query_xfer_backend(request) == posix
     assert path.read_bytes() == bytes(4096) + area.inside.tobytes()
     answers = agent.query_mem(
         [(0, 0, 0), (0, 0, 0)], "FILE", metadata=[str(path), str(tmp_path / "none")]
@@ -448,4 +448,4 @@ def test_notifications_of_many_senders(make_agent):
     for i, sender in enumerate(senders):
         got = [note.message for note in notes if note.peer == sender.name]
         assert got == [f"{i} {j}".encode() for j in range(5)]
-    assert RequestState(0) is RequestState.NOT_POSTED
+    assert XferState(0) is XferState.NOT_POSTED
