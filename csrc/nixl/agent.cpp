@@ -487,7 +487,7 @@ std::shared_ptr<PreparedList> Agent::prepare(const std::string& peer, Memory mem
     const Call call(*this, "prep_xfer_dlist");
     const auto prep = [&] { return handle_->prepare(peer, list.get(), args.get()); };
     prepared->handle_ = PreparedHandle(
-        handle_, is_local ? prep() : addressing("prep_xfer_dlist", peer, memory, rows, prep));
+        is_local ? prep() : addressing("prep_xfer_dlist", peer, memory, rows, prep), {handle_});
     prepared->is_released_ = false;
     ++num_prepared_;
     return prepared;

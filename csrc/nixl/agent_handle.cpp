@@ -302,11 +302,9 @@ void RegisteredMemory::remove() {
 
 // ---- handles of transfers
 
-Status PreparedHandle::release() noexcept {
-    capi::Prepared handle = std::exchange(handle_, nullptr);
-    return handle == nullptr || !agent_->is_usable()
-               ? Status::kSuccess
-               : agent_->fn().release_xfer_dlist_handle(agent_->native(), handle);
+Status ReleasePrepared::operator()(capi::Prepared handle) const noexcept {
+    return agent->is_usable() ? agent->fn().release_xfer_dlist_handle(agent->native(), handle)
+                              : Status::kSuccess;
 }
 
 Status XferHandle::post(capi::OptArgs args) noexcept {

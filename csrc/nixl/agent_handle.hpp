@@ -141,31 +141,12 @@ class RegisteredMemory {
     bool is_registered_ = false;
 };
 
-/// A native descriptor list; released at the end of its life if nothing did before.
-class PreparedHandle {
-  public:
-    PreparedHandle() = default;
-    PreparedHandle(std::shared_ptr<AgentHandle> agent, capi::Prepared handle) noexcept
-        : agent_(std::move(agent)), handle_(handle) {}
-    PreparedHandle(PreparedHandle&& other) noexcept
-        : agent_(std::move(other.agent_)), handle_(std::exchange(other.handle_, nullptr)) {}
-    PreparedHandle& operator=(PreparedHandle&& other) noexcept {
-        std::swap(agent_, other.agent_);
-        std::swap(handle_, other.handle_);
-        return *this;
-    }
-    PreparedHandle(const PreparedHandle&) = delete;
-    PreparedHandle& operator=(const PreparedHandle&) = delete;
-    ~PreparedHandle() { (void)release(); }
-
-    [[nodiscard]] capi::Prepared get() const noexcept { return handle_; }
-    /// The handle is gone whatever the status says.
-    Status release() noexcept;
-
-  private:
-    std::shared_ptr<AgentHandle> agent_;
-    capi::Prepared handle_ = nullptr;
+/// Releases a native descriptor list unless its agent is gone.
+struct ReleasePrepared {
+    std::shared_ptr<AgentHandle> agent;
+    Status operator()(capi::Prepared handle) const noexcept;
 };
+using PreparedHandle = UniqueHandle<capi::Prepared, ReleasePrepared>;
 
 /// A native transfer request. At the end of its life it must be quiet, or the agent gone.
 class XferHandle {

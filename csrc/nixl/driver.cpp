@@ -169,7 +169,7 @@ std::unique_ptr<transfer::Prepared> NixlDriver::prepare(transfer::Connection& co
                                                         const transfer::RowPairs& rows) {
     const auto prepare_side = [this](const std::string& peer, Memory memory, Rows side) {
         const auto list = make_xfer_list(agent_->library(), memory, side);
-        return PreparedHandle(agent_, agent_->prepare(peer, list.get(), args_.get()));
+        return PreparedHandle(agent_->prepare(peer, list.get(), args_.get()), {agent_});
     };
     auto prepared = std::make_unique<NixlPrepared>();
     prepared->local = prepare_side({}, rows.local_memory, rows.local);

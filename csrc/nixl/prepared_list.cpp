@@ -30,7 +30,7 @@ PreparedList::~PreparedList() {
     --agent_->num_prepared_;
     try {
         const Agent::Call call(*agent_, "release_xfer_dlist_handle");
-        (void)handle_.release();
+        handle_.reset();
     } catch (const Error&) {
         // The agent was abandoned, and the list with it.
     }
@@ -58,7 +58,8 @@ void PreparedList::release() {
     }
     --agent_->num_prepared_;
     pins = std::move(pins_);
-    agent_->library().check(handle_.release(), "release_xfer_dlist_handle",
+    const ReleasePrepared release_native{agent_->handle_};
+    agent_->library().check(release_native(handle_.release()), "release_xfer_dlist_handle",
                             [this] { return text(agent_->handle_->about(), ", ", str()); });
 }
 

@@ -156,15 +156,6 @@ class Agent(_native.nixl.NativeAgent, Closeable):
     config : AgentConfig, optional
         Progress, locking and telemetry.
 
-    Raises
-    ------
-    LibraryNotFoundError, LibraryVersionError
-        If NIXL is not installed, too old, or a stub.
-    ConfigError
-        For a bad name.
-    NixlError
-        If NIXL refuses.
-
     Notes
     -----
     Safe from several threads. Every method that can block or take a lock releases the GIL. After a
@@ -177,31 +168,17 @@ class Agent(_native.nixl.NativeAgent, Closeable):
     def __init__(self, name: str, config: AgentConfig | None = None) -> None:
         if not isinstance(name, str):
             raise ConfigError(f"the name of an agent is {name!r}; it must be a str")
-        self._config = config if config is not None else AgentConfig()
-        super().__init__(load_nixl(), name, **asdict(self._config))
+        super().__init__(load_nixl(), name, **asdict(config or AgentConfig()))
         self._owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 
     # ---- life
 
-    @property
-    def config(self) -> AgentConfig:
-        """Its configuration."""
-        return self._config
-
     def close(self, timeout: float = 5.0) -> bool:
         """Release everything that the agent made, and the agent; a second call does nothing.
 
-        Parameters
-        ----------
-        timeout : float
-            Seconds to wait for requests that are running.
-
-        Returns
-        -------
-        bool
-            False if requests were still running. The native agent is then abandoned with all of
-            its memory, and a `ResourceWarning` says so: destroying it could write to freed memory
-            here and abort the peer's process.
+        Waits up to `timeout` seconds for requests that are running. False if some still were: the
+        native agent is then abandoned with all of its memory, and a `ResourceWarning` says so.
+        Destroying it could write to freed memory here and abort the peer's process.
         """
         if self.is_closed or not self.is_here:
             return self._close()
@@ -270,15 +247,6 @@ class Agent(_native.nixl.NativeAgent, Closeable):
             Kept until the memory is deregistered.
         backends : sequence of Backend
             Register with these only.
-
-        Raises
-        ------
-        AlreadyRegisteredError
-            If a descriptor is registered or given twice.
-        ConfigError
-            For bad shapes, memory of no length, unknown memory types, backends of another agent.
-        NixlError
-            If no backend takes the memory.
         """
         rows = _rows("registered", descriptors)
         return self._adopt(
@@ -288,18 +256,8 @@ class Agent(_native.nixl.NativeAgent, Closeable):
     def register_buffers(self, *buffers: object, backends: Sequence[Backend] = ()) -> Registration:
         """Register the memory of arrays and tensors, without copying, and keep them alive.
 
-        Parameters
-        ----------
-        *buffers : object
-            numpy arrays, torch tensors, objects with the buffer protocol or DLPack, and
-            `MemorySpan`; all in the same kind of memory, writable, contiguous and not empty.
-        backends : sequence of Backend
-            Register with these only.
-
-        Raises
-        ------
-        ConfigError, AlreadyRegisteredError, NixlError
-            As for `register_mem`, and for other buffers; says what was seen.
+        Takes numpy arrays, torch tensors, objects with the buffer protocol or DLPack, and
+        `MemorySpan`; all in the same kind of memory, writable, contiguous and not empty.
         """
         if not buffers:
             raise ConfigError("register_buffers needs at least one buffer")
@@ -355,24 +313,11 @@ class Agent(_native.nixl.NativeAgent, Closeable):
         return self._get_local_partial_md(_rows("local", descriptors), memory_type, backends)
 
     def load_remote_md(self, metadata: bytes) -> AgentName:
-        """Load a peer's metadata and return its name.
+        """Load a peer's metadata and return its name; more metadata of a loaded peer adds memory.
 
-        Parameters
-        ----------
-        metadata : bytes
-            **Verified** bytes of a peer's `get_local_md`. This is the native verb: NIXL aborts the
-            process on some damaged bytes and silently accepts others. Bytes from a network belong
-            into a checksummed and authenticated envelope first.
-
-        Raises
-        ------
-        NixlError
-            If NIXL refuses: damaged, this agent's own metadata, or another agent of a name that is
-            loaded already (`invalidate_remote_md` comes first).
-
-        Notes
-        -----
-        Loading more metadata of a loaded peer adds its memory; handles made before stay valid.
+        The bytes must be **verified**: NIXL aborts the process on some damaged ones and silently
+        accepts others. Bytes from a network belong into a checksummed and authenticated envelope.
+        Another agent of a name that is loaded needs `invalidate_remote_md` first.
         """
         return AgentName(self._load_remote_md(_bytes("metadata", metadata)))
 
@@ -386,19 +331,10 @@ class Agent(_native.nixl.NativeAgent, Closeable):
         return self._check_remote_md(peer, _rows("remote", descriptors), memory_type)
 
     def send_local_md(self, ip: str = "", port: int = 0) -> None:
-        """Send the metadata to another agent's listener, or to the metadata server.
+        """Send the metadata to another agent's listener; without `ip`, to the metadata server.
 
-        Parameters
-        ----------
-        ip : str
-            Address of the listener; if empty, the server that NIXL's environment names.
-        port : int
-            Its port; 0 for NIXL's default.
-
-        Notes
-        -----
-        Returns before anything is sent. NIXL loads what a listener receives without verifying it:
-        use this only on a network where everybody is trusted.
+        Returns before anything is sent. Port 0 is NIXL's default. NIXL loads what a listener
+        receives without verifying it: use this only on a network where everybody is trusted.
         """
         self._send_local_md(ip, _int_below("port", port, 1 << 16))
 
@@ -446,15 +382,6 @@ class Agent(_native.nixl.NativeAgent, Closeable):
             Their kind.
         backends : sequence of Backend
             For these only.
-
-        Raises
-        ------
-        NotRegisteredError
-            If a descriptor is not wholly inside registered memory; names it.
-        UnknownPeerError
-            If the peer is not loaded.
-        ConfigError
-            For bad shapes and lengths of zero.
         """
         rows = _rows("remote" if peer else "local", descriptors)
         return self._adopt(self._prep_xfer_dlist(peer or "", rows, memory_type, backends))
@@ -488,15 +415,6 @@ class Agent(_native.nixl.NativeAgent, Closeable):
             Do not let NIXL merge neighbours.
         backends : sequence of Backend
             Choose from these only.
-
-        Raises
-        ------
-        ConfigError
-            For an index out of range and for lengths that differ; names position and values.
-        StalePeerError
-            If the peer was invalidated after the list was prepared.
-        ClosedError
-            If a list was released.
         """
         request = self._make_xfer_req(
             operation,
@@ -536,15 +454,6 @@ class Agent(_native.nixl.NativeAgent, Closeable):
             Kinds of memory.
         notification, backends
             As for `make_xfer_req`.
-
-        Raises
-        ------
-        ConfigError
-            For bad shapes, lengths of zero, and sides that differ; names position and values.
-        NotRegisteredError
-            If a descriptor is not wholly inside registered memory; names it.
-        UnknownPeerError
-            If the peer is not loaded.
         """
         ours, theirs = _rows("local", local), _rows("remote", remote)
         request = self._create_xfer_req(
