@@ -136,35 +136,16 @@ TEST_CASE("a failure of any one call leaves nothing behind") {
     CHECK(failed.size() > 50);
 }
 
-TEST_CASE("registering twice, deregistering twice and deregistering in use are errors") {
+TEST_CASE("the same addresses of another kind of memory or device are other memory") {
     const auto agent = make_agent();
-    auto region = agent->register_memory(Memory::kDram, kRegion, {}, nullptr, {});
-    const Error again =
-        error_of([&] { (void)agent->register_memory(Memory::kDram, kRegion, {}, nullptr, {}); });
-    CHECK_EQ(again.kind(), "AlreadyRegisteredError");
-    CHECK(has(again, "0x1000+256"));
-    const std::array<Row, 2> twice{Row{0x9000, 8, 0}, Row{0x9000, 8, 0}};
-    CHECK(
-        has(error_of([&] { (void)agent->register_memory(Memory::kDram, twice, {}, nullptr, {}); }),
-            "descriptor 1 (0x9000+8 on device 0) is given twice"));
-    // The same addresses on another device are other memory.
+    const auto region = agent->register_memory(Memory::kDram, kRegion, {}, nullptr, {});
     const std::array<Row, 1> other{Row{0x1000, 256, 1}};
-    const auto vram = agent->register_memory(Memory::kVram, other, {}, nullptr, {});
-
-    auto local = agent->prepare("", Memory::kDram, kRows, {});
-    const Error in_use = error_of([&] { region->release(); });
-    CHECK_EQ(in_use.kind(), "RegistrationInUseError");
-    const auto remote = agent->prepare("p", Memory::kDram, kRows, {});
-    auto request = agent->make_request(Op::kRead, local, kIndices, remote, kIndices, {});
-    CHECK_EQ(error_of([&] { local->release(); }).kind(), "StateError");
-    request.reset();
-    local->release();
-    CHECK_EQ(error_of([&] { local->release(); }).kind(), "ClosedError");
-    region->release();
-    CHECK_EQ(error_of([&] { region->release(); }).kind(), "ClosedError");
-    CHECK_EQ(fake::state().calls["deregister_mem"], 1);
-    region = agent->register_memory(Memory::kDram, kRegion, {}, nullptr, {});
-    CHECK(!region->is_released());
+    const auto device = agent->register_memory(Memory::kDram, other, {}, nullptr, {});
+    const auto vram = agent->register_memory(Memory::kVram, kRegion, {}, nullptr, {});
+    vram->release();
+    CHECK_EQ(agent->prepare("", Memory::kDram, kRows, {})->size(), 4U);
+    CHECK_EQ(error_of([&] { (void)agent->prepare("", Memory::kVram, kRows, {}); }).kind(),
+             "NotRegisteredError");
 }
 
 TEST_CASE("a registration keeps its buffer, and its users keep it") {
@@ -195,95 +176,16 @@ TEST_CASE("a buffer whose deregistration fails in a destructor lives as long as 
     check_nothing_alive();
 }
 
-TEST_CASE("unregistered local memory is named, and NIXL is not asked") {
+TEST_CASE("a larger registration that starts earlier covers what a smaller one does not") {
     const auto agent = make_agent();
     const auto region = agent->register_memory(Memory::kDram, kRegion, {}, nullptr, {});
     const std::array<Row, 2> beyond{Row{0x1000, 64, 0}, Row{0x10f0, 17, 0}};
-    const Error e = error_of([&] { (void)agent->prepare("", Memory::kDram, beyond, {}); });
-    CHECK_EQ(e.kind(), "NotRegisteredError");
-    CHECK(has(e, "local descriptor 1 (DRAM 0x10f0+17 on device 0)"));
-    CHECK_EQ(error_of([&] { (void)agent->prepare("", Memory::kVram, kRows, {}); }).kind(),
+    CHECK_EQ(error_of([&] { (void)agent->prepare("", Memory::kDram, beyond, {}); }).kind(),
              "NotRegisteredError");
     CHECK_EQ(fake::state().calls["prep_xfer_dlist"], 0);
-    // A larger registration that starts earlier covers what a smaller one does not.
     const std::array<Row, 1> wide{Row{0x800, 0x1000, 0}};
     const auto more = agent->register_memory(Memory::kDram, wide, {}, nullptr, {});
     CHECK_EQ(agent->prepare("", Memory::kDram, beyond, {})->size(), 2U);
-}
-
-TEST_CASE("bad descriptors and indices are named by position and limit") {
-    const auto agent = make_agent();
-    const auto region = agent->register_memory(Memory::kDram, kRegion, {}, nullptr, {});
-    CHECK(has(error_of([&] { (void)agent->prepare("", Memory::kDram, {}, {}); }), "empty"));
-    const std::array<Row, 2> zero{Row{0x1000, 64, 0}, Row{0x1040, 0, 0}};
-    CHECK(has(error_of([&] { (void)agent->prepare("", Memory::kDram, zero, {}); }),
-              "descriptor 1 (0x1040+0 on device 0) has zero length"));
-    const std::array<Row, 1> wraps{Row{~std::uint64_t{0} - 4, 64, 0}};
-    CHECK(
-        has(error_of([&] { (void)agent->register_memory(Memory::kDram, wraps, {}, nullptr, {}); }),
-            "beyond the end of the address space"));
-
-    const auto local = agent->prepare("", Memory::kDram, kRows, {});
-    const auto remote = agent->prepare("p", Memory::kDram, kRows, {});
-    const auto make = [&](std::vector<std::int32_t> li, std::vector<std::int32_t> ri) {
-        return error_of([&] { (void)agent->make_request(Op::kRead, local, li, remote, ri, {}); });
-    };
-    CHECK(has(make({0, 4}, {0, 1}), "local index 4 at position 1 is out of range; the list has 4"));
-    CHECK(has(make({0, 1}, {-1, 1}), "remote index -1 at position 0"));
-    CHECK(has(make({0, 1}, {0}), "2 local and 1 remote"));
-    CHECK(has(make({}, {}), "0 local and 0 remote"));
-    CHECK(has(error_of([&] {
-                  (void)agent->make_request(Op::kRead, remote, kIndices, local, kIndices, {});
-              }),
-              "for the local side"));
-
-    std::array<Row, 4> uneven = kRows;
-    uneven[3].length = 32;
-    const auto other = agent->prepare("p", Memory::kDram, uneven, {});
-    const Error differ = error_of(
-        [&] { (void)agent->make_request(Op::kRead, local, kIndices, other, kIndices, {}); });
-    CHECK(has(differ, "position 1: local descriptor 3 has 64 bytes, remote descriptor 3 has 32"));
-    CHECK(has(error_of([&] {
-                  (void)agent->create_request(Op::kRead, Memory::kDram, kRows, Memory::kDram,
-                                              uneven, "p", {});
-              }),
-              "differ at descriptor 3: local has 64 bytes, remote has 32"));
-    CHECK_EQ(fake::state().calls["make_xfer_req"] + fake::state().calls["create_xfer_req"], 0);
-}
-
-TEST_CASE("handles of another agent are refused") {
-    const auto library = fake::library();
-    const auto a = Agent::create(library, "a", {});
-    const auto b = Agent::create(library, "b", {});
-    const auto backend = b->create_backend("UCX", {});
-    CHECK_EQ(error_of([&] {
-                 (void)a->register_memory(Memory::kDram, kRegion, {}, nullptr,
-                                          {.backends = {backend}});
-             }).kind(),
-             "ConfigError");
-    const auto region_a = a->register_memory(Memory::kDram, kRegion, {}, nullptr, {});
-    const auto region_b = b->register_memory(Memory::kDram, kRegion, {}, nullptr, {});
-    const auto local = b->prepare("", Memory::kDram, kRows, {});
-    const auto remote = a->prepare("b", Memory::kDram, kRows, {});
-    CHECK(has(
-        error_of([&] { (void)a->make_request(Op::kRead, local, kIndices, remote, kIndices, {}); }),
-        "the local list was made by another agent"));
-}
-
-TEST_CASE("handles for a peer that was invalidated are stale") {
-    const auto agent = make_agent();
-    const auto region = agent->register_memory(Memory::kDram, kRegion, {}, nullptr, {});
-    const auto local = agent->prepare("", Memory::kDram, kRows, {});
-    const auto remote = agent->prepare("p", Memory::kDram, kRows, {});
-    const auto request = agent->make_request(Op::kRead, local, kIndices, remote, kIndices, {});
-    agent->invalidate_remote_metadata("p");
-    (void)agent->load_remote_metadata("p");
-    CHECK_EQ(error_of([&] {
-                 (void)agent->make_request(Op::kRead, local, kIndices, remote, kIndices, {});
-             }).kind(),
-             "StalePeerError");
-    CHECK_EQ(error_of([&] { (void)request->post(); }).kind(), "StalePeerError");
-    CHECK_EQ(fake::state().calls["post_xfer_req"], 0);
 }
 
 TEST_CASE("an unknown peer is told from other failures") {
@@ -315,12 +217,6 @@ TEST_CASE("a request knows its state without asking NIXL") {
     CHECK_EQ(error_of([&] { (void)request->poll(); }).kind(), "backend");
     CHECK_EQ(fake::state().calls["get_xfer_status"], polls);
     CHECK(request->release(kNoPatience));
-    for (const auto& use : std::vector<std::function<void()>>{
-             [&] { (void)request->poll(); }, [&] { (void)request->post(); },
-             [&] { (void)request->release(kNoPatience); }, [&] { (void)request->telemetry(); },
-             [&] { (void)request->estimate_cost(); }, [&] { (void)request->backend(); }}) {
-        CHECK_EQ(error_of(use).kind(), "ClosedError");
-    }
 }
 
 TEST_CASE("a running request that is given up is quarantined with its buffer until it is quiet") {
@@ -458,15 +354,7 @@ TEST_CASE("a forked child can drop and close but not use or destroy") {
     check_nothing_alive();
 }
 
-TEST_CASE("every code has one row in the status table") {
-    std::set<int> codes;
-    for (const StatusInfo& info : kStatusTable) {
-        CHECK(codes.insert(static_cast<int>(info.status)).second);
-    }
-    for (int code = -14; code <= 1; ++code) {
-        CHECK(find_status(static_cast<Status>(code)) != nullptr);
-    }
-    CHECK(find_status(static_cast<Status>(-99)) == nullptr);
+TEST_CASE("an unlisted status is an error too") {
     CHECK(has(error_of([] { throw_status(static_cast<Status>(-99), "f", "d"); }),
               "unlisted status (-99)"));
 }

@@ -116,14 +116,14 @@ def test_memory_that_the_backend_does_not_move():
         assert agent.registrations == ()
 
 
-def test_b091_the_registration_cache_is_bounded_unless_the_user_says_otherwise():
+def test_the_registration_cache_is_bounded_unless_the_user_says_otherwise():
     with NixlAgent("a") as agent:
         assert "RCACHE_MAX_UNRELEASED=1024" in agent.backend_params["engine_config"]
     with NixlAgent("a", backend_params={"engine_config": ""}) as agent:
         assert agent.backend_params["engine_config"] == ""
 
 
-def test_b092_no_usable_transport_names_ucx_tls(monkeypatch):
+def test_no_usable_transport_names_ucx_tls(monkeypatch):
     monkeypatch.setenv("UCX_TLS", "self")
     with pytest.raises(NixlError, match="UCX_TLS"):
         NixlAgent("x")

@@ -11,7 +11,7 @@ import pytest
 from transfers import Area, run, take_notifications
 
 from pynixlkv.errors import NixlBackendError, RegistrationInUseError
-from pynixlkv.nixl import Agent, Notification, XferState
+from pynixlkv.nixl import Agent, XferState
 
 BLOCK = 1 << 16
 NUM_BLOCKS = 64
@@ -52,39 +52,6 @@ def connect(make_agent, start_peer):
         return peer, agent, area, registration, rows
 
     return connect_to
-
-
-@pytest.mark.parametrize("params", [None, TCP], ids=["default", "tcp"])
-def test_blocks_move_both_ways_and_nothing_else_changes(connect, params):
-    peer, agent, area, registration, rows = connect(params)
-    theirs = Area(BLOCK * NUM_BLOCKS, 2)
-    rng = np.random.default_rng(0)
-    ours = area.rows(range(NUM_BLOCKS), BLOCK)
-    with (
-        registration,
-        agent.prep_xfer_dlist(None, ours) as local,
-        agent.prep_xfer_dlist("target", rows) as remote,
-    ):
-        blocks = rng.permutation(NUM_BLOCKS)
-        written, read = blocks[:20], blocks[20:40]
-        sources = rng.permutation(NUM_BLOCKS)[:20]
-        with agent.make_xfer_req(
-            "WRITE", local, sources, remote, written, notification=b"w"
-        ) as request:
-            run(agent, request)
-        with agent.create_xfer_req("READ", ours[:20], rows[read], "target") as request:
-            run(agent, request, notification=b"r")
-    inside = theirs.whole[64:-64].reshape(NUM_BLOCKS, BLOCK)
-    mine = area.expected[64:-64].reshape(NUM_BLOCKS, BLOCK)
-    inside[written] = mine[sources]
-    mine[:20] = inside[read]
-    area.check()
-    peer.send([Notification("initiator", b"w"), Notification("initiator", b"r")])
-    notes_are_right, whole = peer.receive()
-    assert notes_are_right
-    assert np.array_equal(whole, theirs.whole)
-    peer.send(None)
-    assert peer.finish() == "closed"
 
 
 def run_many(agent, request):
