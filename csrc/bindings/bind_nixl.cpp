@@ -27,6 +27,37 @@
 
 namespace pybind11::detail {
 
+/// A C-contiguous array, as it is: (n, 3) uint64 as descriptors, int32 as indices.
+template <class Item, class Number>
+struct span_caster {
+    static constexpr auto name = make_caster<array_t<Number, array::c_style>>::name;
+
+    bool load(handle source, bool /*convert*/) {
+        if (!array_.load(source, false)) {
+            return false;
+        }
+        const auto& numbers = static_cast<array_t<Number, array::c_style>&>(array_);
+        constexpr bool is_table = sizeof(Item) != sizeof(Number);
+        if (numbers.ndim() != (is_table ? 2 : 1) || (is_table && numbers.shape(1) != 3)) {
+            return false;
+        }
+        value_ = {reinterpret_cast<const Item*>(numbers.data()),
+                  static_cast<std::size_t>(numbers.shape(0))};
+        return true;
+    }
+    template <class T>
+    using cast_op_type = std::span<const Item>;
+    operator std::span<const Item>() { return value_; }
+
+  private:
+    make_caster<array_t<Number, array::c_style>> array_;
+    std::span<const Item> value_;
+};
+template <>
+struct type_caster<pynixlkv::nixl::Rows> : span_caster<pynixlkv::Row, std::uint64_t> {};
+template <>
+struct type_caster<std::span<const std::int32_t>> : span_caster<std::int32_t, std::int32_t> {};
+
 struct xfer_state_names {
     static constexpr const char* kModule = "pynixlkv.nixl._enums";
     static constexpr const char* kClass = "XferState";
@@ -94,25 +125,10 @@ using PyRegistration = Released<Registration>;
 using PyPrepared = Released<PreparedList>;
 using PyRequest = Released<XferRequest>;
 using Backends = std::vector<const PyBackend*>;
-using RowArray = py::array_t<std::uint64_t, py::array::c_style>;
-using IndexArray = py::array_t<std::int32_t, py::array::c_style>;
+using Indices = std::span<const std::int32_t>;
 using Message = std::optional<Bytes>;
 using Blobs = std::vector<Bytes>;
 using NoGil = py::call_guard<py::gil_scoped_release>;
-
-Rows rows_of(const RowArray& array) {
-    if (array.ndim() != 2 || array.shape(1) != 3) {
-        throw Error("ConfigError", "descriptors must be an array of shape (n, 3)");
-    }
-    return {reinterpret_cast<const Row*>(array.data()), static_cast<std::size_t>(array.shape(0))};
-}
-
-std::span<const std::int32_t> indices_of(const IndexArray& array) {
-    if (array.ndim() != 1) {
-        throw Error("ConfigError", "indices must be an array with one dimension");
-    }
-    return {array.data(), static_cast<std::size_t>(array.size())};
-}
 
 std::vector<std::string> strings_of(Blobs blobs) {
     std::vector<std::string> strings;
@@ -189,7 +205,7 @@ void bind_values(py::module_& m) {
                 return py::tuple(py::cast(self.memory));
             },
             "Kinds of memory that it can transfer.")
-        .def_readonly("params", &BackendInfo::params, "Creation parameters.");
+        .def_readonly("params", &BackendInfo::params);
     py::class_<CostEstimate>(
         m, "TransferCost",
         "NIXL's estimate of a request; rough for small descriptors, which it rounds down to 1 µs.")
@@ -235,14 +251,14 @@ void bind_owners(py::module_& m) {
                              "Registered memory; made by `Agent.register_mem` and "
                              "`Agent.register_buffers`. Dropping it deregisters the memory too, "
                              "with a `ResourceWarning`.")
-        .def_property_readonly(
-            "memory_type", [](const PyRegistration& self) { return self->memory(); },
-            "Kind of memory.")
+        .def_property_readonly("memory_type",
+                               [](const PyRegistration& self) { return self->memory(); })
         .def_property_readonly(
             "descriptors",
             [](const py::object& self) {
                 const Rows rows = self.cast<const PyRegistration&>()->rows();
-                RowArray array({rows.size(), std::size_t{3}}, &rows.data()->address, self);
+                py::array_t<std::uint64_t> array({rows.size(), std::size_t{3}},
+                                                 &rows.data()->address, self);
                 array.attr("flags").attr("writeable") = false;
                 return array;
             },
@@ -287,10 +303,8 @@ void bind_owners(py::module_& m) {
         .def_property_readonly(
             "state", [](const PyRequest& self) { return self->state(); },
             "State as of the last call; does not poll.")
-        .def_property_readonly(
-            "peer", [](const PyRequest& self) { return name_of(self->peer()); }, "The other side.")
-        .def_property_readonly(
-            "operation", [](const PyRequest& self) { return self->op(); }, "Direction.")
+        .def_property_readonly("peer", [](const PyRequest& self) { return name_of(self->peer()); })
+        .def_property_readonly("operation", [](const PyRequest& self) { return self->op(); })
         .def_property_readonly(
             "num_descriptors", [](const PyRequest& self) { return self->num_descriptors(); },
             "Descriptors as given, before NIXL merged any.")
@@ -321,18 +335,15 @@ void bind_life(py::class_<PyAgent>& agent) {
                                           .progress_delay_us = progress_delay_us,
                                           .listen_delay_us = listen_delay_us,
                                           .telemetry = telemetry};
-                 return PyAgent(
-                     without_gil([&] { return Agent::create(library.ptr(), name, config); }));
+                 return PyAgent(without_gil(
+                     [&] { return std::make_shared<Agent>(library.ptr(), name, config); }));
              }),
              py::arg("library"), py::arg("name"), py::kw_only(), py::arg("progress_thread") = false,
              py::arg("listen_thread") = false, py::arg("listen_port") = 0,
              py::arg("thread_sync") = 0, py::arg("progress_delay_us") = 1000,
              py::arg("listen_delay_us") = 100'000, py::arg("telemetry") = false)
-        .def_property_readonly(
-            "name", [](const PyAgent& self) { return name_of(self->name()); }, "Its name.")
-        .def_property_readonly(
-            "is_closed", [](const PyAgent& self) { return self->is_closed(); },
-            "Whether it was closed.")
+        .def_property_readonly("name", [](const PyAgent& self) { return name_of(self->name()); })
+        .def_property_readonly("is_closed", [](const PyAgent& self) { return self->is_closed(); })
         .def_property_readonly(
             "is_here", [](const PyAgent& self) { return self->is_here(); },
             "False in a forked child of the process that made it.")
@@ -383,19 +394,17 @@ void bind_memory(py::class_<PyAgent>& agent) {
             "The backends that were created.")
         .def(
             "_register_mem",
-            [](const PyAgent& self, const RowArray& rows, Memory memory, const Blobs& metadata,
+            [](const PyAgent& self, Rows rows, Memory memory, const Blobs& metadata,
                const py::object& keepalive, const Backends& backends) {
-                const Rows native_rows = rows_of(rows);
                 const CallOptions options = options_of(backends);
                 const auto blobs = strings_of(metadata);
                 std::shared_ptr<void> kept = keepalive.is_none() ? nullptr : keep_alive(keepalive);
                 return PyRegistration(without_gil([&] {
-                    return self->register_memory(memory, native_rows, blobs, std::move(kept),
-                                                 options);
+                    return self->register_memory(memory, rows, blobs, std::move(kept), options);
                 }));
             },
-            py::arg("rows").noconvert(), py::arg("memory"), py::arg("metadata"),
-            py::arg("keepalive"), py::arg("backends"))
+            py::arg("rows"), py::arg("memory"), py::arg("metadata"), py::arg("keepalive"),
+            py::arg("backends"))
         .def(
             "deregister_mem",
             [](const PyAgent& self, const PyRegistration& registration) {
@@ -405,16 +414,11 @@ void bind_memory(py::class_<PyAgent>& agent) {
             "Deregister memory, once and not while prepared lists or requests use it.")
         .def(
             "_query_mem",
-            [](const PyAgent& self, const RowArray& rows, Memory memory, const Blobs& metadata,
+            [](const PyAgent& self, Rows rows, Memory memory, const Blobs& metadata,
                const Backends& backends) {
-                const Rows native_rows = rows_of(rows);
-                const CallOptions options = options_of(backends);
-                const auto blobs = strings_of(metadata);
-                return without_gil(
-                    [&] { return self->query_memory(memory, native_rows, blobs, options); });
+                return self->query_memory(memory, rows, strings_of(metadata), options_of(backends));
             },
-            py::arg("rows").noconvert(), py::arg("memory"), py::arg("metadata"),
-            py::arg("backends"));
+            py::arg("rows"), py::arg("memory"), py::arg("metadata"), py::arg("backends"), NoGil());
 }
 
 void bind_metadata(py::class_<PyAgent>& agent) {
@@ -427,13 +431,12 @@ void bind_metadata(py::class_<PyAgent>& agent) {
             "Return what a peer must load to reach this agent and its registered memory.")
         .def(
             "_get_local_partial_md",
-            [](const PyAgent& self, const RowArray& rows, Memory memory, const Backends& backends) {
-                const Rows native_rows = rows_of(rows);
-                const CallOptions options = options_of(backends);
-                return py::bytes(without_gil(
-                    [&] { return self->local_partial_metadata(memory, native_rows, options); }));
+            [](const PyAgent& self, Rows rows, Memory memory, const Backends& backends) {
+                return py::bytes(without_gil([&] {
+                    return self->local_partial_metadata(memory, rows, options_of(backends));
+                }));
             },
-            py::arg("rows").noconvert(), py::arg("memory"), py::arg("backends"))
+            py::arg("rows"), py::arg("memory"), py::arg("backends"))
         .def(
             "_load_remote_md",
             [](const PyAgent& self, const Bytes& metadata) {
@@ -443,12 +446,10 @@ void bind_metadata(py::class_<PyAgent>& agent) {
             py::arg("metadata"))
         .def(
             "_check_remote_md",
-            [](const PyAgent& self, const std::string& peer, const RowArray& rows, Memory memory) {
-                const Rows native_rows = rows_of(rows);
-                return without_gil(
-                    [&] { return self->check_remote_metadata(peer, memory, native_rows); });
+            [](const PyAgent& self, const std::string& peer, Rows rows, Memory memory) {
+                return self->check_remote_metadata(peer, memory, rows);
             },
-            py::arg("peer"), py::arg("rows").noconvert(), py::arg("memory"))
+            py::arg("peer"), py::arg("rows"), py::arg("memory"), NoGil())
         .def(
             "invalidate_remote_md",
             [](const PyAgent& self, const std::string& peer) {
@@ -465,16 +466,14 @@ void bind_metadata(py::class_<PyAgent>& agent) {
             py::arg("ip"), py::arg("port"), NoGil())
         .def(
             "_send_local_partial_md",
-            [](const PyAgent& self, const RowArray& rows, Memory memory, const std::string& ip,
+            [](const PyAgent& self, Rows rows, Memory memory, const std::string& ip,
                std::uint16_t port, const Backends& backends) {
-                const Rows native_rows = rows_of(rows);
                 CallOptions options = options_of(backends);
                 options.address = {ip, port};
-                without_gil(
-                    [&] { self->send_local_partial_metadata(memory, native_rows, options); });
+                self->send_local_partial_metadata(memory, rows, options);
             },
-            py::arg("rows").noconvert(), py::arg("memory"), py::arg("ip"), py::arg("port"),
-            py::arg("backends"))
+            py::arg("rows"), py::arg("memory"), py::arg("ip"), py::arg("port"), py::arg("backends"),
+            NoGil())
         .def(
             "_fetch_remote_md",
             [](const PyAgent& self, const std::string& peer, const std::string& ip,
@@ -499,14 +498,11 @@ void bind_transfers(py::class_<PyAgent>& agent) {
     agent
         .def(
             "_prep_xfer_dlist",
-            [](const PyAgent& self, const std::string& peer, const RowArray& rows, Memory memory,
+            [](const PyAgent& self, const std::string& peer, Rows rows, Memory memory,
                const Backends& backends) {
-                const Rows native_rows = rows_of(rows);
-                const CallOptions options = options_of(backends);
-                return PyPrepared(
-                    without_gil([&] { return self->prepare(peer, memory, native_rows, options); }));
+                return PyPrepared(self->prepare(peer, memory, rows, options_of(backends)));
             },
-            py::arg("peer"), py::arg("rows").noconvert(), py::arg("memory"), py::arg("backends"))
+            py::arg("peer"), py::arg("rows"), py::arg("memory"), py::arg("backends"), NoGil())
         .def(
             "release_dlist_handle",
             [](const PyAgent& self, const PyPrepared& prepared) { ours(self, prepared).release(); },
@@ -514,37 +510,28 @@ void bind_transfers(py::class_<PyAgent>& agent) {
             "Release a prepared list, once and not while requests made from it are not released.")
         .def(
             "_make_xfer_req",
-            [](const PyAgent& self, Op operation, const PyPrepared& local,
-               const IndexArray& local_indices, const PyPrepared& remote,
-               const IndexArray& remote_indices, const Message& notification, bool skip_merge,
-               const Backends& backends) {
-                const auto li = indices_of(local_indices);
-                const auto ri = indices_of(remote_indices);
-                const CallOptions options = options_of(backends, notification, skip_merge);
-                return PyRequest(without_gil([&] {
-                    return self->make_request(operation, local.ptr(), li, remote.ptr(), ri,
-                                              options);
-                }));
+            [](const PyAgent& self, Op operation, const PyPrepared& local, Indices local_indices,
+               const PyPrepared& remote, Indices remote_indices, const Message& notification,
+               bool skip_merge, const Backends& backends) {
+                return PyRequest(self->make_request(
+                    operation, local.ptr(), local_indices, remote.ptr(), remote_indices,
+                    options_of(backends, notification, skip_merge)));
             },
-            py::arg("operation"), py::arg("local"), py::arg("local_indices").noconvert(),
-            py::arg("remote"), py::arg("remote_indices").noconvert(), py::arg("notification"),
-            py::arg("skip_merge"), py::arg("backends"))
+            py::arg("operation"), py::arg("local"), py::arg("local_indices"), py::arg("remote"),
+            py::arg("remote_indices"), py::arg("notification"), py::arg("skip_merge"),
+            py::arg("backends"), NoGil())
         .def(
             "_create_xfer_req",
-            [](const PyAgent& self, Op operation, const RowArray& local, Memory local_memory,
-               const RowArray& remote, Memory remote_memory, const std::string& peer,
-               const Message& notification, const Backends& backends) {
-                const Rows local_rows = rows_of(local);
-                const Rows remote_rows = rows_of(remote);
-                const CallOptions options = options_of(backends, notification);
-                return PyRequest(without_gil([&] {
-                    return self->create_request(operation, local_memory, local_rows, remote_memory,
-                                                remote_rows, peer, options);
-                }));
+            [](const PyAgent& self, Op operation, Rows local, Memory local_memory, Rows remote,
+               Memory remote_memory, const std::string& peer, const Message& notification,
+               const Backends& backends) {
+                return PyRequest(self->create_request(operation, local_memory, local, remote_memory,
+                                                      remote, peer,
+                                                      options_of(backends, notification)));
             },
-            py::arg("operation"), py::arg("local").noconvert(), py::arg("local_memory"),
-            py::arg("remote").noconvert(), py::arg("remote_memory"), py::arg("peer"),
-            py::arg("notification"), py::arg("backends"))
+            py::arg("operation"), py::arg("local"), py::arg("local_memory"), py::arg("remote"),
+            py::arg("remote_memory"), py::arg("peer"), py::arg("notification"), py::arg("backends"),
+            NoGil())
         .def(
             "post_xfer_req",
             [](const PyAgent& self, const PyRequest& request, const Message& notification) {
@@ -600,8 +587,8 @@ void bind_transfers(py::class_<PyAgent>& agent) {
         .def(
             "_get_notifs",
             [](const PyAgent& self, const Backends& backends) {
-                const CallOptions options = options_of(backends);
-                const auto notes = without_gil([&] { return self->take_notifications(options); });
+                const auto notes =
+                    without_gil([&] { return self->take_notifications(options_of(backends)); });
                 py::typing::List<py::typing::Tuple<py::str, py::bytes>> result;
                 for (const Notification& note : notes) {
                     result.append(py::make_tuple(name_of(note.peer), py::bytes(note.message)));

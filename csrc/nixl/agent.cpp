@@ -52,13 +52,7 @@ void require_rows(Rows rows, const char* side, bool allow_zero_length) {
 
 // ---- life
 
-std::shared_ptr<Agent> Agent::create(std::shared_ptr<const Library> library, std::string name,
-                                     const AgentConfig& config) {
-    return std::make_shared<Agent>(Private{}, std::move(library), std::move(name), config);
-}
-
-Agent::Agent(Private /*unused*/, std::shared_ptr<const Library> library, std::string name,
-             const AgentConfig& config)
+Agent::Agent(std::shared_ptr<const Library> library, std::string name, const AgentConfig& config)
     : handle_(std::make_shared<AgentHandle>(std::move(library), std::move(name), config)),
       calls_run_alone_(config.thread_sync == ThreadSync::kNone) {}
 
@@ -338,8 +332,8 @@ std::shared_ptr<Registration> Agent::register_memory(Memory memory, Rows rows,
     (void)checked_args(options);
     require_rows(rows, "registered", is_storage(memory));
     const auto registration = std::make_shared<Registration>(
-        Registration::Private{}, shared_from_this(),
-        RegisteredMemory(handle_, memory, rows, blobs, options), std::move(keepalive));
+        shared_from_this(), RegisteredMemory(handle_, memory, rows, blobs, options),
+        std::move(keepalive));
     const Call call(*this, "register_mem");
     add_spans(registration);
     try {
@@ -424,7 +418,7 @@ void Agent::require_fresh(const std::string& peer, std::uint64_t generation_of,
     }
 }
 
-void Agent::send_local_metadata(const SocketAddress& address) {
+void Agent::send_local_metadata(const ListenerAddress& address) {
     const Owned<capi::OptArgs> args = make_opt_args(library(), {.address = address});
     const Call call(*this, "send_local_md");
     library().check(fn().send_local_md(handle_->native(), args.get()), "send_local_md", [&] {
@@ -444,7 +438,7 @@ void Agent::send_local_partial_metadata(Memory memory, Rows rows, const CallOpti
                     });
 }
 
-void Agent::fetch_remote_metadata(const std::string& peer, const SocketAddress& address) {
+void Agent::fetch_remote_metadata(const std::string& peer, const ListenerAddress& address) {
     const Owned<capi::OptArgs> args = make_opt_args(library(), {.address = address});
     const Call call(*this, "fetch_remote_md");
     library().check(
@@ -453,7 +447,7 @@ void Agent::fetch_remote_metadata(const std::string& peer, const SocketAddress& 
         });
 }
 
-void Agent::invalidate_local_metadata(const SocketAddress& address) {
+void Agent::invalidate_local_metadata(const ListenerAddress& address) {
     const Owned<capi::OptArgs> args = make_opt_args(library(), {.address = address});
     const Call call(*this, "invalidate_local_md");
     library().check(fn().invalidate_local_md(handle_->native(), args.get()), "invalidate_local_md",
@@ -477,9 +471,8 @@ std::shared_ptr<PreparedList> Agent::prepare(const std::string& peer, Memory mem
     const bool is_local = peer.empty();
     const char* side = is_local ? "local" : "remote";
     require_rows(rows, side, false);
-    auto prepared =
-        std::make_shared<PreparedList>(PreparedList::Private{}, shared_from_this(), peer, memory,
-                                       rows, is_local ? 0 : generation(peer));
+    auto prepared = std::make_shared<PreparedList>(shared_from_this(), peer, memory, rows,
+                                                   is_local ? 0 : generation(peer));
     if (is_local || peer == name()) {
         prepared->pins_ = pin(memory, rows, side);
     }
@@ -542,9 +535,8 @@ std::shared_ptr<XferRequest> Agent::make_request(Op op, const std::shared_ptr<Pr
         const std::lock_guard lock(books_);
         body->use(local, remote);
     }
-    auto request =
-        std::make_shared<XferRequest>(XferRequest::Private{}, shared_from_this(), op, peer,
-                                      remote->generation_, count, num_bytes, std::move(body));
+    auto request = std::make_shared<XferRequest>(shared_from_this(), op, peer, remote->generation_,
+                                                 count, num_bytes, std::move(body));
     const Call call(*this, "make_xfer_req");
     require_fresh(peer, remote->generation_, "the remote list");
     request->body_->native.set(addressing("make_xfer_req", peer, remote->memory_, {}, [&] {
@@ -582,9 +574,8 @@ std::shared_ptr<XferRequest> Agent::create_request(Op op, Memory local_memory, R
             body->pins.push_back(std::move(more));
         }
     }
-    auto request =
-        std::make_shared<XferRequest>(XferRequest::Private{}, shared_from_this(), op, peer,
-                                      generation_of, local.size(), num_bytes, std::move(body));
+    auto request = std::make_shared<XferRequest>(shared_from_this(), op, peer, generation_of,
+                                                 local.size(), num_bytes, std::move(body));
     const Owned<capi::XferList> local_list = make_xfer_list(library(), local_memory, local);
     const Owned<capi::XferList> remote_list = make_xfer_list(library(), remote_memory, remote);
     const Call call(*this, "create_xfer_req");

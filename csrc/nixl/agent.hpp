@@ -38,16 +38,12 @@ struct XferBody;
 /// closed, the native agent is abandoned: never destroyed, its buffers never freed, because
 /// destroying it can abort the peer's process.
 class Agent : public std::enable_shared_from_this<Agent>, LiveCounted<Agent> {
-    struct Private {};
-
   public:
     static constexpr const char* kLiveName = "nixl.Agent";
 
+    /// Made by std::make_shared only.
     /// @param name not empty, and unique among the agents that talk to each other
-    [[nodiscard]] static std::shared_ptr<Agent> create(std::shared_ptr<const Library> library,
-                                                       std::string name, const AgentConfig& config);
-    Agent(Private, std::shared_ptr<const Library> library, std::string name,
-          const AgentConfig& config);
+    Agent(std::shared_ptr<const Library> library, std::string name, const AgentConfig& config = {});
 
     [[nodiscard]] const std::string& name() const noexcept { return handle_->name(); }
     [[nodiscard]] bool is_closed() const noexcept { return is_closed_.load(); }
@@ -86,10 +82,10 @@ class Agent : public std::enable_shared_from_this<Agent>, LiveCounted<Agent> {
     /// Forget a peer and its connection. Lists and requests made for it become stale.
     void invalidate_remote_metadata(const std::string& peer);
 
-    void send_local_metadata(const SocketAddress& address);
+    void send_local_metadata(const ListenerAddress& address);
     void send_local_partial_metadata(Memory memory, Rows rows, const CallOptions& options);
-    void fetch_remote_metadata(const std::string& peer, const SocketAddress& address);
-    void invalidate_local_metadata(const SocketAddress& address);
+    void fetch_remote_metadata(const std::string& peer, const ListenerAddress& address);
+    void invalidate_local_metadata(const ListenerAddress& address);
     void make_connection(const std::string& peer, const CallOptions& options);
 
     /// Prepare descriptors to be chosen from by index.

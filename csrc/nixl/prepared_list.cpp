@@ -6,8 +6,8 @@
 
 namespace pynixlkv::nixl {
 
-PreparedList::PreparedList(Private /*unused*/, std::shared_ptr<Agent> agent, std::string peer,
-                           Memory memory, Rows rows, std::uint64_t generation)
+PreparedList::PreparedList(std::shared_ptr<Agent> agent, std::string peer, Memory memory, Rows rows,
+                           std::uint64_t generation)
     : agent_(std::move(agent)),
       peer_(std::move(peer)),
       memory_(memory),

@@ -15,12 +15,11 @@ namespace pynixlkv::nixl {
 class PreparedList : LiveCounted<PreparedList> {
     friend class Agent;
     friend struct XferBody;
-    struct Private {};
 
   public:
     static constexpr const char* kLiveName = "nixl.PreparedList";
 
-    PreparedList(Private, std::shared_ptr<Agent> agent, std::string peer, Memory memory, Rows rows,
+    PreparedList(std::shared_ptr<Agent> agent, std::string peer, Memory memory, Rows rows,
                  std::uint64_t generation);
     PreparedList(const PreparedList&) = delete;
     PreparedList& operator=(const PreparedList&) = delete;

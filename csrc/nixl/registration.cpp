@@ -4,8 +4,8 @@
 
 namespace pynixlkv::nixl {
 
-Registration::Registration(Private /*unused*/, std::shared_ptr<Agent> agent,
-                           RegisteredMemory memory, std::shared_ptr<void> keepalive)
+Registration::Registration(std::shared_ptr<Agent> agent, RegisteredMemory memory,
+                           std::shared_ptr<void> keepalive)
     : agent_(std::move(agent)), memory_(std::move(memory)), keepalive_(std::move(keepalive)) {}
 
 Registration::~Registration() {

@@ -11,17 +11,16 @@
 
 namespace pynixlkv::nixl {
 
-/// Memory that an agent has registered; deregistered by `release` or at the end of its life. Every
-/// prepared list and request on the memory keeps it.
+/// Memory that an agent has registered; made by Agent::register_memory, deregistered by `release`
+/// or at the end of its life. Every prepared list and request on the memory keeps it.
 class Registration : LiveCounted<Registration> {
     friend class Agent;
     friend class Pin;
-    struct Private {};
 
   public:
     static constexpr const char* kLiveName = "nixl.Registration";
 
-    Registration(Private, std::shared_ptr<Agent> agent, RegisteredMemory memory,
+    Registration(std::shared_ptr<Agent> agent, RegisteredMemory memory,
                  std::shared_ptr<void> keepalive);
     Registration(const Registration&) = delete;
     Registration& operator=(const Registration&) = delete;

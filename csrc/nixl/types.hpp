@@ -65,7 +65,7 @@ struct CostEstimate {
 };
 
 /// The metadata listener of another agent, or a metadata server.
-struct SocketAddress {
+struct ListenerAddress {
     std::string ip;          ///< empty: the metadata server
     std::uint16_t port = 0;  ///< 0: NIXL's default
 };
@@ -77,7 +77,7 @@ struct CallOptions {
     std::vector<std::shared_ptr<Backend>> backends = {};  ///< empty: NIXL chooses
     std::optional<std::string> notification = {};
     bool skip_merge = false;
-    SocketAddress address = {};
+    ListenerAddress address = {};
 };
 
 }  // namespace pynixlkv::nixl

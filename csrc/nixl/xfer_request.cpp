@@ -35,7 +35,7 @@ void XferBody::use(std::shared_ptr<PreparedList> local_list,
 
 // ---- XferRequest
 
-XferRequest::XferRequest(Private /*unused*/, std::shared_ptr<Agent> agent, Op op, std::string peer,
+XferRequest::XferRequest(std::shared_ptr<Agent> agent, Op op, std::string peer,
                          std::uint64_t generation, std::size_t num_descriptors,
                          std::uint64_t num_bytes, std::unique_ptr<XferBody> body)
     : agent_(std::move(agent)),

@@ -45,13 +45,12 @@ struct XferBody : LiveCounted<XferBody> {
 /// One transfer: made, posted, polled to its end, perhaps posted again, released.
 class XferRequest : LiveCounted<XferRequest> {
     friend class Agent;
-    struct Private {};
 
   public:
     static constexpr const char* kLiveName = "nixl.XferRequest";
 
-    XferRequest(Private, std::shared_ptr<Agent> agent, Op op, std::string peer,
-                std::uint64_t generation, std::size_t num_descriptors, std::uint64_t num_bytes,
+    XferRequest(std::shared_ptr<Agent> agent, Op op, std::string peer, std::uint64_t generation,
+                std::size_t num_descriptors, std::uint64_t num_bytes,
                 std::unique_ptr<XferBody> body);
     XferRequest(const XferRequest&) = delete;
     XferRequest& operator=(const XferRequest&) = delete;

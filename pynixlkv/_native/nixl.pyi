@@ -53,16 +53,16 @@ class NativeAgent:
     def _check_remote_md(
         self,
         peer: str,
-        rows: numpy.typing.NDArray[numpy.uint64],
+        rows: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
         memory: pynixlkv.types.MemoryType | str,
     ) -> bool: ...
     def _close(self) -> bool: ...
     def _create_xfer_req(
         self,
         operation: pynixlkv.types.Operation | str,
-        local: numpy.typing.NDArray[numpy.uint64],
+        local: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
         local_memory: pynixlkv.types.MemoryType | str,
-        remote: numpy.typing.NDArray[numpy.uint64],
+        remote: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
         remote_memory: pynixlkv.types.MemoryType | str,
         peer: str,
         notification: bytes | None,
@@ -77,7 +77,7 @@ class NativeAgent:
     ) -> None: ...
     def _get_local_partial_md(
         self,
-        rows: numpy.typing.NDArray[numpy.uint64],
+        rows: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
         memory: pynixlkv.types.MemoryType | str,
         backends: collections.abc.Sequence[Backend],
     ) -> bytes: ...
@@ -92,9 +92,9 @@ class NativeAgent:
         self,
         operation: pynixlkv.types.Operation | str,
         local: PreparedList,
-        local_indices: numpy.typing.NDArray[numpy.int32],
+        local_indices: typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
         remote: PreparedList,
-        remote_indices: numpy.typing.NDArray[numpy.int32],
+        remote_indices: typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
         notification: bytes | None,
         skip_merge: bool,
         backends: collections.abc.Sequence[Backend],
@@ -102,20 +102,20 @@ class NativeAgent:
     def _prep_xfer_dlist(
         self,
         peer: str,
-        rows: numpy.typing.NDArray[numpy.uint64],
+        rows: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
         memory: pynixlkv.types.MemoryType | str,
         backends: collections.abc.Sequence[Backend],
     ) -> PreparedList: ...
     def _query_mem(
         self,
-        rows: numpy.typing.NDArray[numpy.uint64],
+        rows: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
         memory: pynixlkv.types.MemoryType | str,
         metadata: collections.abc.Sequence[bytes],
         backends: collections.abc.Sequence[Backend],
     ) -> list[dict[str, str] | None]: ...
     def _register_mem(
         self,
-        rows: numpy.typing.NDArray[numpy.uint64],
+        rows: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
         memory: pynixlkv.types.MemoryType | str,
         metadata: collections.abc.Sequence[bytes],
         keepalive: typing.Any,
@@ -124,7 +124,7 @@ class NativeAgent:
     def _send_local_md(self, ip: str, port: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def _send_local_partial_md(
         self,
-        rows: numpy.typing.NDArray[numpy.uint64],
+        rows: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
         memory: pynixlkv.types.MemoryType | str,
         ip: str,
         port: typing.SupportsInt | typing.SupportsIndex,

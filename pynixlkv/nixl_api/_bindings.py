@@ -239,7 +239,7 @@ class _FieldReader:
         start = self.position + 8
         end = start + int.from_bytes(self._data[self.position : start], "little")
         if start > len(self._data) or end > len(self._data):
-            self._fail(f"field {tag!r} is longer than what is left")
+            self._fail(f"field {tag!r} is longer than the rest")
         self.position = end
         self._expect(b"|")
         return self._data[start:end]
@@ -392,8 +392,8 @@ class _DescList:
         self._check(desc)
         row = _as_rows([desc])
         if self._count == len(self._rows):
-            room = np.empty((max(8, self._count), 3), dtype=np.uint64)
-            self._rows = np.concatenate([self._rows, room])
+            spare = np.empty((max(8, self._count), 3), dtype=np.uint64)
+            self._rows = np.concatenate([self._rows, spare])
         self._rows[self._count] = row[0]
         self._extras.append(self._extra(desc))
         self._count += 1
@@ -699,7 +699,7 @@ class nixlAgent:
     @_raises_nixl(backend=nixlMismatchError)
     def loadRemoteMD(self, metadata: Text) -> bytes:
         data = _as_bytes(metadata, "metadata")
-        _FieldReader(data).take(b"Agent")  # says what is wrong with bytes that are no metadata
+        _FieldReader(data).take(b"Agent")  # names the fault if they are no metadata
         return self._agent.load_remote_md(data).encode()
 
     @_raises_nixl()
@@ -753,7 +753,7 @@ class nixlAgent:
 
     # -- transfers
 
-    # All else has been checked: memory that no backend knows is what is left for NIXL to refuse.
+    # Everything else has been checked, so NIXL can only refuse memory that no backend knows.
     @_raises_nixl(backend=nixlNotFoundError)
     def prepXferDlist(
         self,
@@ -927,7 +927,7 @@ class nixlAgent:
     # -- private
 
     def _drop_request(self, number: int) -> None:
-        """Release a transfer that nobody holds; one that runs is parked until it has ended."""
+        """Release a dropped transfer; a running one is quarantined until it has ended."""
         self._agent.release_xfer_req(self._requests.pop(number))
         self._release_unwanted()
 
@@ -968,7 +968,7 @@ class nixlAgent:
             known.pop()
 
     def _release_unwanted(self) -> None:
-        """Release the lists that nobody wants, but for those that transfers were made from."""
+        """Release the unwanted lists that no transfer uses."""
         for number in list(self._unwanted):
             prepared = self._prepared.get(number)
             try:

@@ -55,12 +55,12 @@ const std::array<Row, 1> kRegion{Row{0x1000, 256, 0}};
 const std::array<std::int32_t, 2> kIndices{0, 3};
 
 std::shared_ptr<Agent> make_agent(const AgentConfig& config = {}) {
-    return Agent::create(fake::library(), "a", config);
+    return std::make_shared<Agent>(fake::library(), "a", config);
 }
 
 /// Every verb once, in the way an application uses them.
 void use_everything(const std::shared_ptr<const Library>& library) {
-    const auto agent = Agent::create(library, "a", {});
+    const auto agent = std::make_shared<Agent>(library, "a");
     (void)agent->available_plugins();
     (void)agent->plugin_info("UCX");
     const auto backend = agent->create_backend("UCX", {{"num_workers", "1"}});
@@ -299,7 +299,7 @@ TEST_CASE("configuration is laid out as the library expects") {
     };
     const auto library = std::make_shared<const Library>("fake", functions);
     CHECK_EQ(library->version(), "2.0.1");
-    agent = Agent::create(library, "a", config);
+    agent = std::make_shared<Agent>(library, "a", config);
     capi::AgentConfigVersioned versioned;
     std::memcpy(&versioned, fake::state().config.data(), sizeof versioned);
     CHECK_EQ(versioned.listen_port, 0x1234);
