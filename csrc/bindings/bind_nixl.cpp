@@ -120,11 +120,10 @@ namespace {
 
 using PyLibrary = Shared<const Library>;
 using PyAgent = Shared<Agent>;
-using PyBackend = Shared<Backend>;
 using PyRegistration = Released<Registration>;
 using PyPrepared = Released<PreparedList>;
 using PyRequest = Released<XferRequest>;
-using Backends = std::vector<const PyBackend*>;
+using Backends = std::vector<std::shared_ptr<Backend>>;
 using Indices = std::span<const std::int32_t>;
 using Message = std::optional<Bytes>;
 using Blobs = std::vector<Bytes>;
@@ -144,11 +143,8 @@ std::optional<std::string> string_of(const Message& message) {
 
 CallOptions options_of(const Backends& backends, const Message& notification = {},
                        bool skip_merge = false) {
-    CallOptions options{.notification = string_of(notification), .skip_merge = skip_merge};
-    for (const PyBackend* backend : backends) {
-        options.backends.push_back(backend->ptr());
-    }
-    return options;
+    return {
+        .backends = backends, .notification = string_of(notification), .skip_merge = skip_merge};
 }
 
 /// A Python float of seconds cannot hold the longest duration; a year is as good as for ever.
@@ -231,20 +227,15 @@ void bind_owners(py::module_& m) {
         .def_property_readonly("path", [](const PyLibrary& self) { return self->path(); })
         .def_property_readonly("version", [](const PyLibrary& self) { return self->version(); });
 
-    py::class_<PyBackend>(m, "Backend",
-                          "A transport or storage engine of an agent; made by "
-                          "`Agent.create_backend`.")
+    py::class_<Backend, std::shared_ptr<Backend>>(m, "Backend",
+                                                  "A transport or storage engine of an agent; made "
+                                                  "by `Agent.create_backend`.")
         .def_property_readonly(
-            "type", [](const PyBackend& self) { return self->type(); },
-            "Name of its plugin; empty where NIXL does not tell which backend it chose.")
-        .def("__eq__",
-             [](const PyBackend& self, const py::object& other) {
-                 return py::isinstance<PyBackend>(other) &&
-                        other.cast<const PyBackend&>().ptr() == self.ptr();
-             })
-        .def("__hash__", [](const PyBackend& self) { return std::hash<Backend*>()(&*self); })
-        .def("__repr__", [](const PyBackend& self) {
-            return text("<Backend ", self->type().empty() ? "(unnamed)" : self->type(), ">");
+            "type", &Backend::type,
+            "Name of its plugin; empty where NIXL does not tell which backend it "
+            "chose.")
+        .def("__repr__", [](const Backend& self) {
+            return text("<Backend ", self.type().empty() ? "(unnamed)" : self.type(), ">");
         });
 
     bind_owner<Registration>(m, "Registration",
@@ -372,25 +363,16 @@ void bind_memory(py::class_<PyAgent>& agent) {
             "create_backend",
             [](const PyAgent& self, const std::string& plugin,
                const std::optional<ParamMap>& params) {
-                return PyBackend(self->create_backend(plugin, params.value_or(ParamMap())));
+                return self->create_backend(plugin, params.value_or(ParamMap()));
             },
             py::arg("plugin"), py::arg("params") = std::nullopt, NoGil(),
             "Create a backend, one of each type per agent, with parameters over the defaults.")
         .def(
             "get_backend_params",
-            [](const PyAgent& self, const PyBackend& backend) {
-                return self->backend_info(*backend);
-            },
+            [](const PyAgent& self, const Backend& backend) { return self->backend_info(backend); },
             py::arg("backend"), NoGil(), "Return memory types and parameters of a backend.")
         .def_property_readonly(
-            "backends",
-            [](const PyAgent& self) {
-                std::vector<PyBackend> backends;
-                for (const auto& backend : self->backends()) {
-                    backends.emplace_back(backend);
-                }
-                return backends;
-            },
+            "backends", [](const PyAgent& self) { return self->backends(); },
             "The backends that were created.")
         .def(
             "_register_mem",
@@ -560,7 +542,7 @@ void bind_transfers(py::class_<PyAgent>& agent) {
         .def(
             "query_xfer_backend",
             [](const PyAgent& self, const PyRequest& request) {
-                return PyBackend(ours(self, request).backend());
+                return ours(self, request).backend();
             },
             py::arg("request"), NoGil(), "Return the backend that NIXL chose.")
         .def(

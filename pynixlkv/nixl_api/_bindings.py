@@ -862,7 +862,7 @@ class nixlAgent:
     @_raises_nixl()
     def queryXferBackend(self, reqh: int) -> int:
         chosen = self._agent.query_xfer_backend(self._request(reqh))
-        return next(number for number, backend in self._backends.items() if backend == chosen)
+        return next(number for number, backend in self._backends.items() if backend is chosen)
 
     @_raises_nixl()
     def releaseXferReq(self, reqh: int) -> nixl_status_t:
