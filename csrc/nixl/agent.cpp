@@ -450,16 +450,15 @@ void Agent::fetch_remote_metadata(const std::string& peer, const ListenerAddress
 void Agent::invalidate_local_metadata(const ListenerAddress& address) {
     const Owned<capi::OptArgs> args = make_opt_args(library(), {.address = address});
     const Call call(*this, "invalidate_local_md");
-    library().check(fn().invalidate_local_md(handle_->native(), args.get()), "invalidate_local_md",
-                    [this] { return handle_->about(); });
+    handle_->check(fn().invalidate_local_md(handle_->native(), args.get()), "invalidate_local_md");
 }
 
 void Agent::make_connection(const std::string& peer, const CallOptions& options) {
     const Owned<capi::OptArgs> args = checked_args(options);
     const Call call(*this, "agent_make_connection");
     addressing("agent_make_connection", peer, Memory::kDram, {}, [&] {
-        library().check(fn().agent_make_connection(handle_->native(), peer.c_str(), args.get()),
-                        "agent_make_connection", [&] { return handle_->about(peer); });
+        handle_->check(fn().agent_make_connection(handle_->native(), peer.c_str(), args.get()),
+                       "agent_make_connection", peer);
     });
 }
 

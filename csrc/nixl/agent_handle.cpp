@@ -52,17 +52,15 @@ AgentHandle::AgentHandle(std::shared_ptr<const Library> library, std::string nam
         throw Error("ConfigError",
                     "the name of an agent must not be empty and must not contain a zero byte");
     }
-    const auto detail = [this] { return about(); };
-    notifications_ =
-        own<capi::NotifMap>(*library_, fn().destroy_notif_map, "create_notif_map", detail,
-                            [&](capi::NotifMap* out) { return fn().create_notif_map(out); });
+    notifications_ = own<capi::NotifMap>(
+        *library_, fn().destroy_notif_map, "create_notif_map", [this] { return about(); },
+        [&](capi::NotifMap* out) { return fn().create_notif_map(out); });
     const auto classic = native_config<capi::AgentConfig>(config);
     const auto versioned = native_config<capi::AgentConfigVersioned>(config);
     const void* native = fn().get_version == nullptr ? static_cast<const void*>(&classic)
                                                      : static_cast<const void*>(&versioned);
     capi::Agent handle = nullptr;
-    library_->check(fn().create_configured_agent(name_.c_str(), native, &handle),
-                    "create_configured_agent", detail);
+    check(fn().create_configured_agent(name_.c_str(), native, &handle), "create_configured_agent");
     handle_ = handle;
 }
 
@@ -77,8 +75,7 @@ AgentHandle::~AgentHandle() {
 
 void AgentHandle::destroy() {
     notifications_.reset();
-    library_->check(fn().destroy_agent(std::exchange(handle_, nullptr)), "destroy_agent",
-                    [this] { return about(); });
+    check(fn().destroy_agent(std::exchange(handle_, nullptr)), "destroy_agent");
 }
 
 std::string AgentHandle::about(const std::string& peer) const {
@@ -130,15 +127,14 @@ std::vector<std::optional<ParamMap>> AgentHandle::query_memory(capi::RegList lis
     const auto answers = own<capi::QueryList>(
         *library_, fn().destroy_query_resp_list, "create_query_resp_list", detail,
         [&](capi::QueryList* out) { return fn().create_query_resp_list(out); });
-    library_->check(fn().query_mem(handle_, list, answers.get(), args), "query_mem", detail);
+    check(fn().query_mem(handle_, list, answers.get(), args), "query_mem");
     std::size_t size = 0;
-    library_->check(fn().query_resp_list_size(answers.get(), &size), "query_resp_list_size",
-                    detail);
+    check(fn().query_resp_list_size(answers.get(), &size), "query_resp_list_size");
     std::vector<std::optional<ParamMap>> result(size);
     for (std::size_t i = 0; i < size; ++i) {
         bool has_value = false;
-        library_->check(fn().query_resp_list_has_value(answers.get(), i, &has_value),
-                        "query_resp_list_has_value", detail);
+        check(fn().query_resp_list_has_value(answers.get(), i, &has_value),
+              "query_resp_list_has_value");
         if (has_value) {
             const auto params =
                 own<capi::Params>(*library_, fn().destroy_params, "query_resp_list_get_params",
@@ -156,8 +152,7 @@ std::vector<std::optional<ParamMap>> AgentHandle::query_memory(capi::RegList lis
 std::string AgentHandle::local_metadata() const {
     void* data = nullptr;
     std::size_t size = 0;
-    library_->check(fn().get_local_md(handle_, &data, &size), "get_local_md",
-                    [this] { return about(); });
+    check(fn().get_local_md(handle_, &data, &size), "get_local_md");
     return take_bytes(*library_, data, size);
 }
 
@@ -191,8 +186,7 @@ bool AgentHandle::check_remote_metadata(const std::string& peer, Memory memory, 
 }
 
 void AgentHandle::invalidate_remote_metadata(const std::string& peer) {
-    library_->check(fn().invalidate_remote_md(handle_, peer.c_str()), "invalidate_remote_md",
-                    [&] { return about(peer); });
+    check(fn().invalidate_remote_md(handle_, peer.c_str()), "invalidate_remote_md", peer);
 }
 
 // ---- transfers
@@ -200,8 +194,8 @@ void AgentHandle::invalidate_remote_metadata(const std::string& peer) {
 capi::Prepared AgentHandle::prepare(const std::string& peer, capi::XferList list,
                                     capi::OptArgs args) {
     capi::Prepared handle = nullptr;
-    library_->check(fn().prep_xfer_dlist(handle_, peer.c_str(), list, &handle, args),
-                    "prep_xfer_dlist", [&] { return about(peer); });
+    check(fn().prep_xfer_dlist(handle_, peer.c_str(), list, &handle, args), "prep_xfer_dlist",
+          peer);
     return handle;
 }
 
@@ -211,55 +205,51 @@ capi::Request AgentHandle::make_xfer(Op op, capi::Prepared local,
                                      std::span<const std::int32_t> remote_indices,
                                      const std::string& peer, capi::OptArgs args) {
     capi::Request handle = nullptr;
-    library_->check(fn().make_xfer_req(handle_, static_cast<int>(op), local, local_indices.data(),
-                                       local_indices.size(), remote, remote_indices.data(),
-                                       remote_indices.size(), &handle, args),
-                    "make_xfer_req", [&] { return about(peer); });
+    check(fn().make_xfer_req(handle_, static_cast<int>(op), local, local_indices.data(),
+                             local_indices.size(), remote, remote_indices.data(),
+                             remote_indices.size(), &handle, args),
+          "make_xfer_req", peer);
     return handle;
 }
 
 capi::Request AgentHandle::create_xfer(Op op, capi::XferList local, capi::XferList remote,
                                        const std::string& peer, capi::OptArgs args) {
     capi::Request handle = nullptr;
-    library_->check(fn().create_xfer_req(handle_, static_cast<int>(op), local, remote, peer.c_str(),
-                                         &handle, args),
-                    "create_xfer_req", [&] { return about(peer); });
+    check(fn().create_xfer_req(handle_, static_cast<int>(op), local, remote, peer.c_str(), &handle,
+                               args),
+          "create_xfer_req", peer);
     return handle;
 }
 
 // ---- notifications
 
 void AgentHandle::notify(const std::string& peer, std::string_view message, capi::OptArgs args) {
-    library_->check(fn().gen_notif(handle_, peer.c_str(), message.data(), message.size(), args),
-                    "gen_notif", [&] { return about(peer); });
+    check(fn().gen_notif(handle_, peer.c_str(), message.data(), message.size(), args), "gen_notif",
+          peer);
 }
 
 std::vector<Notification> AgentHandle::take_notifications(capi::OptArgs args) {
-    const auto detail = [this] { return about(); };
     capi::NotifMap map = notifications_.get();
-    library_->check(fn().get_notifs(handle_, map, args), "get_notifs", detail);
+    check(fn().get_notifs(handle_, map, args), "get_notifs");
     std::size_t num_peers = 0;
-    library_->check(fn().notif_map_size(map, &num_peers), "notif_map_size", detail);
+    check(fn().notif_map_size(map, &num_peers), "notif_map_size");
     std::vector<Notification> result;
     // The map holds the senders of this poll only, which keeps the walk by index cheap. It is
     // cleared last: whatever throws before that loses nothing.
     for (std::size_t i = 0; i < num_peers; ++i) {
         const char* peer = nullptr;
         std::size_t count = 0;
-        library_->check(fn().notif_map_get_agent_at(map, i, &peer), "notif_map_get_agent_at",
-                        detail);
-        library_->check(fn().notif_map_get_notifs_size(map, peer, &count),
-                        "notif_map_get_notifs_size", detail);
+        check(fn().notif_map_get_agent_at(map, i, &peer), "notif_map_get_agent_at");
+        check(fn().notif_map_get_notifs_size(map, peer, &count), "notif_map_get_notifs_size");
         for (std::size_t j = 0; j < count; ++j) {
             const void* data = nullptr;
             std::size_t size = 0;
-            library_->check(fn().notif_map_get_notif(map, peer, j, &data, &size),
-                            "notif_map_get_notif", detail);
+            check(fn().notif_map_get_notif(map, peer, j, &data, &size), "notif_map_get_notif");
             result.push_back({peer, std::string(static_cast<const char*>(data), size)});
         }
     }
     if (num_peers != 0) {
-        library_->check(fn().notif_map_clear(map), "notif_map_clear", detail);
+        check(fn().notif_map_clear(map), "notif_map_clear");
     }
     return result;
 }

@@ -63,6 +63,11 @@ class AgentHandle : public std::enable_shared_from_this<AgentHandle>, LiveCounte
     /// Name the agent, and a peer unless it is empty, in an error.
     [[nodiscard]] std::string about(const std::string& peer = {}) const;
 
+    /// Throw unless a call, perhaps one that addressed a peer, succeeded.
+    void check(Status status, const char* call, const std::string& peer = {}) const {
+        library_->check(status, call, [&] { return about(peer); });
+    }
+
     /// Destroy the native agent.
     void destroy();
     /// Forget the native agent without destroying it.
