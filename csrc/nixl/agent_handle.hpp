@@ -58,7 +58,7 @@ class AgentHandle : public std::enable_shared_from_this<AgentHandle>, LiveCounte
     [[nodiscard]] capi::Agent native() const noexcept { return handle_; }
     /// Whether NIXL may be called: in the process that made the agent, before its end.
     [[nodiscard]] bool is_usable() const noexcept {
-        return handle_ != nullptr && process_.is_here();
+        return handle_ != nullptr && !is_abandoned_ && process_.is_here();
     }
     /// Name the agent, and a peer unless it is empty, in an error.
     [[nodiscard]] std::string about(const std::string& peer = {}) const;
@@ -71,7 +71,7 @@ class AgentHandle : public std::enable_shared_from_this<AgentHandle>, LiveCounte
     /// Destroy the native agent.
     void destroy();
     /// Forget the native agent without destroying it.
-    void abandon() noexcept { handle_ = nullptr; }
+    void abandon() noexcept { is_abandoned_ = true; }
 
     [[nodiscard]] std::vector<std::string> available_plugins() const;
     [[nodiscard]] BackendInfo plugin_info(const std::string& plugin) const;
@@ -112,6 +112,7 @@ class AgentHandle : public std::enable_shared_from_this<AgentHandle>, LiveCounte
     const std::string name_;
     const ProcessMark process_;
     capi::Agent handle_ = nullptr;
+    bool is_abandoned_ = false;
     Owned<capi::NotifMap> notifications_;
 };
 

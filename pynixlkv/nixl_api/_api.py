@@ -192,7 +192,6 @@ class nixl_agent:
     # ---- plugins and backends
 
     def get_plugin_list(self) -> list[str]:
-        """Return the names of the plugins."""
         return self.plugin_list
 
     def get_plugin_mem_types(self, backend: str) -> list[str]:
@@ -206,15 +205,12 @@ class nixl_agent:
         return self.plugin_b_options.get(backend, {})
 
     def get_backend_mem_types(self, backend: str) -> list[str]:
-        """Return the kinds of memory of a backend; empty if it was not created."""
         return self.backend_mems.get(backend, [])
 
     def get_backend_params(self, backend: str) -> dict[str, str]:
-        """Return the parameters of a backend; empty if it was not created."""
         return self.backend_options.get(backend, {})
 
     def create_backend(self, backend: str, initParams: dict[str, str] | None = None) -> None:
-        """Create a backend."""
         self.backends[backend] = self.agent.createBackend(backend, initParams or {})
         options, mems = self.agent.getBackendParams(self.backends[backend])
         self.backend_options[backend] = options
@@ -233,7 +229,6 @@ class nixl_agent:
     def deregister_memory(
         self, dereg_list: nixlBind.nixlRegDList, backends: Sequence[str] = ()
     ) -> None:
-        """Deregister memory."""
         self.agent.deregisterMem(dereg_list, self._numbers(backends))
 
     def query_memory(
@@ -336,7 +331,6 @@ class nixl_agent:
         backends: Sequence[str] = (),
         skip_desc_merge: bool = False,
     ) -> nixl_xfer_handle:
-        """Make a transfer from prepared lists."""
         op = self.nixl_ops[operation]
         handle = self.agent.makeXferReq(
             op,
@@ -359,7 +353,6 @@ class nixl_agent:
         notif_msg: Text = b"",
         backends: Sequence[str] = (),
     ) -> nixl_xfer_handle:
-        """Make a transfer from two lists of descriptors."""
         op = self.nixl_ops[operation]
         handle = self.agent.createXferReq(
             op, local_descs, remote_descs, remote_agent, notif_msg, self._numbers(backends)
@@ -375,22 +368,18 @@ class nixl_agent:
         return _state(self.agent.getXferStatus(handle._handle))
 
     def estimate_xfer_cost(self, req_handle: nixl_xfer_handle) -> tuple[int, int, str]:
-        """Return the estimated duration and its margin in microseconds, and the method."""
         duration, margin, method = self.agent.estimateXferCost(req_handle._handle)
         is_analytical = method == nixlBind.nixl_cost_t.NIXL_COST_ANALYTICAL_BACKEND
         return duration, margin, "ANALYTICAL_BACKEND" if is_analytical else "UNKNOWN"
 
     def get_xfer_telemetry(self, handle: nixl_xfer_handle) -> nixlBind.nixlXferTelemetry:
-        """Return what was measured of a transfer that is done."""
         return self.agent.getXferTelemetry(handle._handle)
 
     def query_xfer_backend(self, handle: nixl_xfer_handle) -> str:
-        """Return the name of the backend of a transfer."""
         number = self.agent.queryXferBackend(handle._handle)
         return next(name for name, other in self.backends.items() if other == number)
 
     def release_xfer_handle(self, handle: nixl_xfer_handle) -> None:
-        """Release a transfer as `nixl_xfer_handle.release` does."""
         handle.release()
 
     def release_dlist_handle(self, handle: nixl_prepped_dlist_handle) -> None:
@@ -408,7 +397,6 @@ class nixl_agent:
     # ---- notifications
 
     def get_new_notifs(self, backends: Sequence[str] = ()) -> dict[str, list[bytes]]:
-        """Take the notifications that have arrived, by sender."""
         return self.agent.getNotifs({}, self._numbers(backends))
 
     def update_notifs(self, backends: Sequence[str] = ()) -> dict[str, list[bytes]]:
@@ -423,7 +411,6 @@ class nixl_agent:
         backends: Sequence[str] = (),
         tag_is_prefix: bool = True,
     ) -> bool:
-        """Look for a notification, and take it if it is there."""
         messages = self.update_notifs(backends).get(nixlBind._as_text(remote_agent_name), [])
         for message in messages:
             if message.startswith(lookup_tag) if tag_is_prefix else lookup_tag in message:
@@ -441,11 +428,9 @@ class nixl_agent:
     # ---- metadata
 
     def make_connection(self, remote_agent: Text, backends: Sequence[str] = ()) -> None:
-        """Connect to a peer ahead of the first transfer."""
         self.agent.makeConnection(remote_agent, self._numbers(backends))
 
     def get_agent_metadata(self) -> bytes:
-        """Return what a peer must load to reach this agent and its registered memory."""
         return self.agent.getLocalMD()
 
     def get_partial_agent_metadata(
@@ -454,7 +439,6 @@ class nixl_agent:
         inc_conn_info: bool = False,
         backends: Sequence[str] = (),
     ) -> bytes:
-        """Return the metadata of some registered memory."""
         return self.agent.getLocalPartialMD(descs, inc_conn_info, self._numbers(backends))
 
     def add_remote_agent(self, metadata: Text) -> bytes:
@@ -468,13 +452,11 @@ class nixl_agent:
     def check_remote_metadata(
         self, agent: Text, descs: nixlBind.nixlXferDList | None = None
     ) -> bool:
-        """Tell whether a peer is known and its metadata covers the descriptors."""
         if descs is None:
             descs = nixlBind.nixlXferDList(nixlBind.nixl_mem_t.DRAM_SEG)
         return self.agent.checkRemoteMD(agent, descs) == nixlBind.nixl_status_t.NIXL_SUCCESS
 
     def send_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
-        """Send the metadata to a peer's listener, or to a metadata server without an address."""
         self.agent.sendLocalMD(ip_addr, port)
 
     def send_partial_agent_metadata(
@@ -486,7 +468,6 @@ class nixl_agent:
         port: int = DEFAULT_COMM_PORT,
         label: str = "",
     ) -> None:
-        """Send what `get_partial_agent_metadata` returns as `send_local_metadata` does."""
         self.agent.sendLocalPartialMD(
             descs, inc_conn_info, self._numbers(backends), ip_addr, port, label
         )
@@ -502,7 +483,6 @@ class nixl_agent:
         self.agent.fetchRemoteMD(remote_agent, ip_addr, port, label)
 
     def invalidate_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
-        """Withdraw the metadata from a peer's listener, or from a metadata server."""
         self.agent.invalidateLocalMD(ip_addr, port)
 
     # ---- private
