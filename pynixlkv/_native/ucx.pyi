@@ -1,7 +1,3 @@
-"""
-UCX's verbs.
-"""
-
 from __future__ import annotations
 
 import collections.abc
