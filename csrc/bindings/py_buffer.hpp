@@ -11,14 +11,14 @@
 namespace pynixlkv::bindings {
 
 /// The memory of an array or tensor, kept alive and in place.
-class Buffer {
+class ArrayMemory {
   public:
     /// @throws Error ConfigError for an object without memory, read-only or empty memory, and
     /// memory that is not contiguous or on a device that we do not know
-    explicit Buffer(const pybind11::object& source);
-    Buffer(const Buffer&) = delete;
-    Buffer& operator=(const Buffer&) = delete;
-    ~Buffer();
+    explicit ArrayMemory(const pybind11::object& source);
+    ArrayMemory(const ArrayMemory&) = delete;
+    ArrayMemory& operator=(const ArrayMemory&) = delete;
+    ~ArrayMemory();
 
     [[nodiscard]] std::uint64_t address() const noexcept { return address_; }
     [[nodiscard]] std::uint64_t num_bytes() const noexcept { return num_bytes_; }
