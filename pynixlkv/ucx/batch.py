@@ -1,4 +1,4 @@
-"""Many gets or puts as one call: nothing of Python runs between them."""
+"""Many gets or puts as one call, without Python between them."""
 
 from __future__ import annotations
 
@@ -18,35 +18,28 @@ __all__ = ["Batch", "get_batch", "put_batch"]
 
 
 class Batch:
-    """Pieces that move as one; made by `get_batch` and `put_batch`.
+    """Pieces that move as one; made by `get_batch` and `put_batch`."""
 
-    Parameters
-    ----------
-    native, remote : object
-        Internal.
-    """
-
-    def __init__(self, native: _native.ucx.Batch, remote: RemoteKey) -> None:
+    def __init__(self, native: _native.ucx.Batch) -> None:
         self._native = native
-        self._worker = remote.endpoint.worker
 
     @property
     def piece_times(self) -> npt.NDArray[np.float64]:
         """Seconds from the post of each piece to that of the next, or to the end; if timed.
 
-        With a window of 1 that is how long each took.
+        With a window of 1 each is the duration of its piece.
         """
         return np.diff(self._native.times()) * 1e-9
 
     def wait(self, timeout: float = 30.0, *, spin: bool = False) -> None:
-        """Move the pieces and wait for the end of the last; of puts, at the peer.
+        """Move the pieces and wait for the last; of puts, until they are complete at the peer.
 
         Parameters
         ----------
         timeout : float
             Longest wait in seconds.
         spin : bool
-            Burn the processor for the shortest delay instead of sleeping on events.
+            Poll without a pause, for the lowest latency, instead of sleeping on events.
 
         Raises
         ------
@@ -55,9 +48,7 @@ class Batch:
         UcxError
             If one has failed; no more of them are posted then.
         """
-        done = self._native.wait(timeout, spin)
-        self._worker._awaited.settle()
-        if not done:
+        if not self._native.wait(timeout, spin):
             raise TransferTimeout(f"the UCX batch has not ended within {timeout} s")
 
 
@@ -70,22 +61,22 @@ def get_batch(
     window: int = 64,
     timed: bool = False,
 ) -> Batch:
-    """Prepare to copy pieces of a peer's memory into local memory; as many `get_nbx`.
+    """Prepare to copy pieces of a peer's memory into local memory; each is a `get_nbx`.
 
     Parameters
     ----------
     local : MemoryHandle
-        Where to.
+        Destination.
     remote : RemoteKey
-        Where from.
+        Source.
     places : array_like of int, shape (n, 2)
         Local and remote offset of each piece, in bytes.
     nbytes : int
         Length of each piece.
     window : int
-        Most pieces under way at a time, at least 1.
+        Most pieces in flight at a time, at least 1.
     timed : bool
-        Whether to note when each piece is posted, for `Batch.piece_times`.
+        Whether to record when each piece is posted, for `Batch.piece_times`.
 
     Returns
     -------
@@ -149,4 +140,4 @@ def _make(
         window,
         timed,
     )
-    return Batch(native, remote)
+    return Batch(native)
