@@ -31,7 +31,7 @@ MODULES = (
     "pynixlkv.topology",
     "pynixlkv.plan",
     "pynixlkv.agent",
-    "pynixlkv.engine",
+    "pynixlkv.transfer",
     "pynixlkv.nixl",
     "pynixlkv.ucx",
     "pynixlkv.testing",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import operator
-import struct
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,22 +16,19 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import msgspec
 import numpy as np
 
-from pynixlkv import _kernels
-from pynixlkv.errors import ConfigError, LayoutError, ProtocolVersionError, WireError
+from pynixlkv import _kernels, wire
+from pynixlkv.errors import ConfigError, LayoutError
 from pynixlkv.topology import held_heads
 from pynixlkv.types import MemorySpan, MemoryType
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["AddressRange", "Axis", "Geometry", "Group", "KVCache", "Region", "memory_spans"]
+__all__ = ["Axis", "Geometry", "Group", "KVCache", "Region", "memory_spans"]
 
 _MAX_REGIONS = 4096
 _MAX_GROUPS = 64
 _MAX_LAYERS = 4096  # of one region; real models have some hundreds
-_MAGIC = b"PNKG"
-_VERSION = 1
-_HEADER = struct.Struct("<4sH")
 
 # Names of the axes in the order of csrc/kv/region.hpp, and the letters that stand for them. C is
 # not among them: it is K and D sharing one dimension.
@@ -91,27 +87,6 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     head: Axis
     token: Axis
     dim: Axis
-
-
-class AddressRange(msgspec.Struct, frozen=True, array_like=True):
-    """A contiguous range of memory that is registered as a whole.
-
-    Parameters
-    ----------
-    address : int
-        First byte.
-    nbytes : int
-        Length in bytes, at least 1.
-    memory : MemoryType
-        Kind of memory.
-    device : int
-        Device ordinal; 0 for host memory.
-    """
-
-    address: _Word
-    nbytes: _Count
-    memory: MemoryType
-    device: _Word
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -230,7 +205,7 @@ class Geometry(msgspec.Struct, frozen=True):
 
     Parameters
     ----------
-    spans : tuple of AddressRange
+    spans : tuple of MemorySpan
         Memory to register, ascending and disjoint.
     groups : tuple of Group
         At least one; names differ.
@@ -246,7 +221,7 @@ class Geometry(msgspec.Struct, frozen=True):
     matters to a peer). Safe from several threads.
     """
 
-    spans: Annotated[tuple[AddressRange, ...], msgspec.Meta(min_length=1, max_length=_MAX_REGIONS)]
+    spans: Annotated[tuple[MemorySpan, ...], msgspec.Meta(min_length=1, max_length=_MAX_REGIONS)]
     groups: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1, max_length=_MAX_GROUPS)]
 
     def __post_init__(self) -> None:
@@ -261,9 +236,9 @@ class Geometry(msgspec.Struct, frozen=True):
         Returns
         -------
         bytes
-            A magic, a version, and MessagePack.
+            A geometry in the envelope of `pynixlkv.wire`.
         """
-        return _HEADER.pack(_MAGIC, _VERSION) + msgspec.msgpack.encode(self)
+        return wire.seal(self, "geometry")
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Geometry:
@@ -286,20 +261,7 @@ class Geometry(msgspec.Struct, frozen=True):
         WireError
             If it is damaged, truncated, or impossible.
         """
-        data = bytes(data)
-        if len(data) < _HEADER.size or data[:4] != _MAGIC:
-            raise WireError(f"not a geometry: {len(data)} bytes that begin with {data[:4]!r}")
-        version = _HEADER.unpack_from(data)[1]
-        if version != _VERSION:
-            raise ProtocolVersionError(
-                f"geometry has version {version}, expected {_VERSION}; use the same pynixlkv",
-                local_version=str(_VERSION),
-                remote_version=str(version),
-            )
-        try:
-            return msgspec.msgpack.decode(data[_HEADER.size :], type=cls)
-        except (msgspec.DecodeError, LayoutError, UnicodeDecodeError) as error:
-            raise WireError(f"geometry of {len(data)} bytes is damaged: {error}") from error
+        return wire.unseal(data, cls, "geometry")
 
     def select(self, names: Iterable[str]) -> list[Group]:
         """Return groups by name.
@@ -361,7 +323,7 @@ def _stop(axis: Axis) -> int:
     return axis.start + axis.count
 
 
-def _words(spans: Sequence[AddressRange], groups: Sequence[Group]) -> NDArray[np.uint64]:
+def _words(spans: Sequence[MemorySpan], groups: Sequence[Group]) -> NDArray[np.uint64]:
     """Return the flat form that csrc/kv reads; its layout is described in kv/region.hpp."""
     words = [len(spans)]
     for span in spans:
@@ -579,13 +541,7 @@ def _find_spans(arrays: Sequence[_Array]) -> list[MemorySpan]:
         else:
             joined.append((begin, end, members))
     return [
-        MemorySpan(
-            begin,
-            end - begin,
-            members[0].memory,
-            members[0].device,
-            keepalive=tuple(array.owner for array in members),
-        )
+        MemorySpan(begin, end - begin, members[0].memory, members[0].device)
         for begin, end, members in joined
     ]
 
@@ -601,7 +557,7 @@ def memory_spans(memory: object) -> tuple[MemorySpan, ...]:
     Returns
     -------
     tuple of MemorySpan
-        Each holds what owns the memory.
+        The caller keeps the memory.
 
     Raises
     ------
@@ -624,7 +580,7 @@ def memory_spans(memory: object) -> tuple[MemorySpan, ...]:
             f"an array of shape {array.shape} and strides {array.strides} bytes is not contiguous; "
             "register the array that it is a view of, or make a contiguous copy"
         )
-    return (MemorySpan(begin, nbytes, array.memory, array.device, keepalive=array.owner),)
+    return (MemorySpan(begin, nbytes, array.memory, array.device),)
 
 
 @dataclass(frozen=True)
@@ -646,42 +602,26 @@ class KVCache:
     Immutable. Copies nothing: transfers move bytes in and out of the tensors that were given.
     """
 
-    __slots__ = ("_drafts", "geometry", "spans")
+    __slots__ = ("_drafts", "geometry")
 
     geometry: Geometry
     """Where everything lies; send ``geometry.to_bytes()`` to the peer."""
-    spans: tuple[MemorySpan, ...]
-    """Memory to register with an agent; holds the tensors."""
 
     DEFAULT_GROUP: ClassVar[str] = "kv"
 
     def __init__(self, drafts: Sequence[_Draft]) -> None:
         self._drafts = tuple(drafts)
-        self.spans = tuple(
-            _find_spans([array for draft in drafts for _, array, _, _ in draft.regions])
-        )
-        self.geometry = Geometry(
-            tuple(AddressRange(s.address, s.nbytes, s.memory, s.device) for s in self.spans),
-            tuple(self._finish(draft) for draft in drafts),
-        )
+        spans = tuple(_find_spans([array for draft in drafts for _, array, _, _ in draft.regions]))
+        self.geometry = Geometry(spans, tuple(_finish(draft, spans) for draft in drafts))
         try:  # what a peer would refuse is refused here
             msgspec.convert(msgspec.to_builtins(self.geometry), Geometry)
         except msgspec.ValidationError as error:
             raise LayoutError(f"the geometry cannot be sent: {error}") from error
 
-    def _finish(self, draft: _Draft) -> Group:
-        regions = []
-        for name, array, address, axes in draft.regions:
-            span = next(
-                i
-                for i, s in enumerate(self.spans)
-                if (s.memory, s.device) == (array.memory, array.device)
-                and s.address <= address < s.address + s.nbytes
-            )
-            regions.append(
-                Region(name, span, address, **{_AXES[letter]: axes[letter] for letter in _AXES})
-            )
-        return Group(draft.name, **draft.fields, regions=tuple(regions))
+    @property
+    def spans(self) -> tuple[MemorySpan, ...]:
+        """Memory to register with an agent; the cache holds the tensors."""
+        return self.geometry.spans
 
     def __repr__(self) -> str:
         groups = ", ".join(
@@ -760,7 +700,7 @@ class KVCache:
 
         Notes
         -----
-        Does not copy or touch the tensors' data. The cache and its spans keep the tensors alive.
+        Does not copy or touch the tensors' data. The cache keeps the tensors alive.
         """
         entries = list(tensors.items()) if hasattr(tensors, "items") else []
         if not entries:
@@ -833,6 +773,21 @@ class KVCache:
         if not caches:
             raise LayoutError("there are no caches to combine; give one or more")
         return cls([draft for cache in caches for draft in cache._drafts])
+
+
+def _finish(draft: _Draft, spans: Sequence[MemorySpan]) -> Group:
+    regions = []
+    for name, array, address, axes in draft.regions:
+        span = next(
+            i
+            for i, s in enumerate(spans)
+            if (s.memory, s.device) == (array.memory, array.device)
+            and s.address <= address < s.address + s.nbytes
+        )
+        regions.append(
+            Region(name, span, address, **{_AXES[letter]: axes[letter] for letter in _AXES})
+        )
+    return Group(draft.name, **draft.fields, regions=tuple(regions))
 
 
 def _read_layer(name: str, value: Any, axes: str) -> list[_Box]:  # noqa: ANN401

@@ -70,7 +70,7 @@ class AmRmaXfers {
 };
 
 /// A transfer between host memory at both ends.
-class AmRmaXfer final : public transfer::Operation {
+class AmRmaXfer final : public transfer::NativeXfer {
   public:
     /// @throws Error NotRegisteredError
     AmRmaXfer(std::shared_ptr<AmRmaXfers> all, UcxConnection& connection,

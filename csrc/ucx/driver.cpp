@@ -76,7 +76,7 @@ class UcxRegistered final : public transfer::Registered {
     std::vector<Row> rows_;
 };
 
-class UcxXfer final : public transfer::Operation {
+class UcxXfer final : public transfer::NativeXfer {
   public:
     UcxXfer(const UcxConnection& connection, const LocalRegions& local_regions, Op op,
             const transfer::RowPairs& rows)
@@ -300,9 +300,9 @@ bool UcxDriver::is_alive(transfer::Connection& connection) {
     return !peer.endpoint->failure();
 }
 
-std::unique_ptr<transfer::Operation> UcxDriver::make(transfer::Connection& connection,
-                                                     transfer::Op op,
-                                                     const transfer::RowPairs& rows) {
+std::unique_ptr<transfer::NativeXfer> UcxDriver::make(transfer::Connection& connection,
+                                                      transfer::Op op,
+                                                      const transfer::RowPairs& rows) {
     auto& peer = static_cast<UcxConnection&>(connection);
     if (needs_am_rma(peer, rows)) {
         return std::make_unique<AmRmaXfer>(xfers_, peer, *regions_, op, rows);

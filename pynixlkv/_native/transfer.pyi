@@ -14,18 +14,18 @@ import pynixlkv._native.nixl
 import pynixlkv._native.ucx
 
 __all__: list[str] = [
-    "Engine",
+    "Agent",
     "FakeNetwork",
     "Peer",
     "Plan",
     "Registration",
     "Transfer",
-    "fake_engine",
-    "nixl_engine",
-    "ucx_engine",
+    "fake_agent",
+    "nixl_agent",
+    "ucx_agent",
 ]
 
-class Engine:
+class Agent:
     def cancel(self, arg0: Transfer) -> None: ...
     def check_registered(
         self, arg0: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64]
@@ -50,6 +50,15 @@ class Engine:
         arg1: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
     ) -> Registration: ...
     def stop(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    def submit_descriptors(
+        self,
+        op: typing.SupportsInt | typing.SupportsIndex,
+        peer: Peer,
+        local: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
+        remote: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
+        notify: bytes | None,
+        timeout: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> Transfer: ...
     def submit_plan(
         self,
         op: typing.SupportsInt | typing.SupportsIndex,
@@ -57,15 +66,6 @@ class Engine:
         plan: Plan,
         ids: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
         headers: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
-        notify: bytes | None,
-        timeout: typing.SupportsFloat | typing.SupportsIndex,
-    ) -> Transfer: ...
-    def submit_rows(
-        self,
-        op: typing.SupportsInt | typing.SupportsIndex,
-        peer: Peer,
-        local: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
-        remote: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
         notify: bytes | None,
         timeout: typing.SupportsFloat | typing.SupportsIndex,
     ) -> Transfer: ...
@@ -136,16 +136,15 @@ class Transfer:
     @property
     def stats(self) -> dict: ...
 
-def fake_engine(arg0: str, arg1: bytes, arg2: FakeNetwork) -> Engine: ...
-def nixl_engine(
+def fake_agent(arg0: str, arg1: bytes, arg2: FakeNetwork) -> Agent: ...
+def nixl_agent(
     name: str,
     incarnation: bytes,
     library: pynixlkv._native.nixl.Library,
     backend: str,
     backend_params: collections.abc.Mapping[str, str],
-    progress_thread: bool,
     progress_delay_us: typing.SupportsInt | typing.SupportsIndex,
-) -> Engine: ...
-def ucx_engine(
+) -> Agent: ...
+def ucx_agent(
     name: str, incarnation: bytes, context: pynixlkv._native.ucx.Context, error_handling: bool
-) -> Engine: ...
+) -> Agent: ...

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import zmq
 from zmq.utils import z85
 
+from pynixlkv._secret import check_secret
 from pynixlkv.errors import ConfigError
-from pynixlkv.wire import check_secret
 
 if TYPE_CHECKING:
     from typing import Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pynixlkv.nixl.agent import NixlAgent
 from pynixlkv.nixl.binding import (
     Agent,
     AgentConfig,
@@ -16,7 +17,6 @@ from pynixlkv.nixl.binding import (
     TransferCost,
     TransferTelemetry,
 )
-from pynixlkv.nixl.engine import NixlAgent
 
 __all__ = [
     "Agent",

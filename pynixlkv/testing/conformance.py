@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pynixlkv.engine import EngineAgent
     from pynixlkv.testing.remote import Remote
 
 __all__ = ["AgentConformance", "HungPeerConformance", "rows"]
@@ -64,7 +63,7 @@ def rows(address: int, *ranges: tuple[int, int]) -> npt.NDArray[np.uint64]:
 class _Local:
     """The suite's own side: an agent, its pool, and the connection to the remote."""
 
-    def __init__(self, agent: EngineAgent, remote: Remote, pool: Pool) -> None:
+    def __init__(self, agent: Agent, remote: Remote, pool: Pool) -> None:
         self.agent = agent
         self.remote = remote
         self.pool = pool
@@ -89,10 +88,10 @@ class _Local:
 
 
 class AgentConformance:
-    """The promises of `pynixlkv.agent.EngineAgent`."""
+    """The promises of `pynixlkv.agent.Agent`."""
 
     @pytest.fixture
-    def make_agent(self) -> Iterator[Callable[[str], EngineAgent]]:
+    def make_agent(self) -> Iterator[Callable[[str], Agent]]:
         """Make agents and close them; overridden by the engine's tests."""
         raise NotImplementedError
 
@@ -102,7 +101,7 @@ class AgentConformance:
         raise NotImplementedError
 
     @pytest.fixture
-    def local(self, make_agent: Callable[[str], EngineAgent], remote: Remote) -> _Local:
+    def local(self, make_agent: Callable[[str], Agent], remote: Remote) -> _Local:
         """Our side, with another layout than the remote's."""
         return _Local(make_agent("local"), remote, Pool("KBHND"))
 
@@ -157,9 +156,7 @@ class AgentConformance:
         assert np.array_equal(local.pool.array, before_here)
         assert np.array_equal(local.remote_pool().array, before_there)
 
-    def test_layouts_may_differ(
-        self, make_agent: Callable[[str], EngineAgent], remote: Remote
-    ) -> None:
+    def test_layouts_may_differ(self, make_agent: Callable[[str], Agent], remote: Remote) -> None:
         local = _Local(make_agent("other-layout"), remote, Pool("BNKHD"))
         remote.fill(5)
         there = local.remote_pool()
@@ -170,7 +167,7 @@ class AgentConformance:
         assert not local.pool.block(0).any()
 
     def test_a_large_transfer_is_cut_and_arrives_whole(
-        self, make_agent: Callable[[str], EngineAgent], remote: Remote
+        self, make_agent: Callable[[str], Agent], remote: Remote
     ) -> None:
         agent = make_agent("large")
         size = 40 << 20
@@ -416,9 +413,7 @@ class AgentConformance:
                 local.agent.connect(bytes(bad))
         assert local.agent.connect(hello).generation == 1
 
-    def test_secrets_must_agree(
-        self, make_agent: Callable[..., EngineAgent], remote: Remote
-    ) -> None:
+    def test_secrets_must_agree(self, make_agent: Callable[..., Agent], remote: Remote) -> None:
         keyed = make_agent("keyed", secret=b"0123456789abcdef")
         other = make_agent("other", secret="another secret!!")
         same = make_agent("same", secret=b"0123456789abcdef")
@@ -451,7 +446,7 @@ class AgentConformance:
             local.agent.read(local.peer, local.plan(), [0], [0]).wait(WAIT_S)
 
     def test_b086_a_live_double_is_refused(
-        self, local: _Local, make_agent: Callable[[str], EngineAgent]
+        self, local: _Local, make_agent: Callable[[str], Agent]
     ) -> None:
         class Double(type(local.agent)):  # type: ignore[misc]
             """Says that it is the remote."""
@@ -491,9 +486,7 @@ class AgentConformance:
                 use()
         assert "closed" in repr(local.agent)
 
-    def test_a_half_built_agent_goes_quietly(
-        self, make_agent: Callable[[str], EngineAgent]
-    ) -> None:
+    def test_a_half_built_agent_goes_quietly(self, make_agent: Callable[[str], Agent]) -> None:
         kind = type(make_agent("model"))
         agent = kind.__new__(kind)
         del agent  # pytest fails on an exception or a warning of the finalizer

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pynixlkv.agent import Peer, Transfer
-    from pynixlkv.engine import EngineAgent
+    from pynixlkv.agent import Agent, Peer, Transfer
     from pynixlkv.testing import FakeNetwork
 
 __all__ = ["HostPool", "LocalRemote", "Pool", "ProcessRemote", "Remote", "random_bytes"]
@@ -136,7 +135,7 @@ class Remote(Protocol):
 class _Side:
     """An agent with a pool, as the commands of a remote use it."""
 
-    def __init__(self, make: Callable[[str], EngineAgent], name: str, axes: str) -> None:
+    def __init__(self, make: Callable[[str], Agent], name: str, axes: str) -> None:
         self.pool = Pool(axes)
         self.agent = make(name)
         self.agent.register(self.pool.cache)
@@ -321,7 +320,7 @@ class ProcessRemote:
 
     def __init__(
         self,
-        make: Callable[[str], EngineAgent],
+        make: Callable[[str], Agent],
         name: str = "remote",
         axes: str = "KBHND",
         hosts: HostPool | None = None,

@@ -109,10 +109,10 @@ def test_memory_that_the_backend_does_not_move():
     address = int(array.__array_interface__["data"][0])
     with NixlAgent("a") as agent:
         with pytest.raises(RegistrationError, match="UCX backend does not move FILE memory"):
-            agent.register(MemorySpan(address, 4096, MemoryType.FILE, 0, array))
+            agent.register(MemorySpan(address, 4096, MemoryType.FILE, 0))
         # Host memory that claims to be on a GPU: UCX looks, here and where there is a GPU.
         with pytest.raises(NixlError, match="VRAM"):
-            agent.register(MemorySpan(address, 4096, MemoryType.VRAM, 0, array))
+            agent.register(MemorySpan(address, 4096, MemoryType.VRAM, 0))
         assert agent.registrations == ()
 
 

@@ -412,7 +412,7 @@ def test_a_cuda_array_needs_a_backend_for_vram(make_agent):
 
 def test_a_memory_span_is_registered_as_it_is(make_agent):
     area = Area(64, 1)
-    span = MemorySpan(area.inside.ctypes.data, 64, MemoryType.DRAM, 0, area)
+    span = MemorySpan(area.inside.ctypes.data, 64, MemoryType.DRAM, 0)
     with make_agent().register_buffers(span) as registration:
         assert registration.descriptors.tolist() == [[area.inside.ctypes.data, 64, 0]]
         with pytest.raises(ValueError, match="read-only"):

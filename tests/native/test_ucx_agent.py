@@ -185,7 +185,7 @@ def test_memory_that_this_ucx_does_not_move_is_refused(make_agent):
         if kind is MemoryType.VRAM and "VRAM" in _loader.native_report().memory_types:
             continue
         with pytest.raises(RegistrationError, match=r"does not move|host and GPU memory only"):
-            agent.register(MemorySpan(address(array), 64, kind, 0, array))
+            agent.register(MemorySpan(address(array), 64, kind, 0))
 
 
 def test_settings_are_checked_and_shown(make_agent, monkeypatch):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pynixlkv.engine import EngineAgent
+    from pynixlkv.agent import Agent
     from pynixlkv.ucx import Context, Worker
 
 __all__ = ["InitiatorHalf", "TargetHalf", "find_nixl_python", "has_target"]
@@ -185,7 +185,7 @@ class _BindingInitiator(_BindingSide):
         self._mapped.close()
 
 
-def _make_agent(series: Series, case: Case, name: str) -> EngineAgent:
+def _make_agent(series: Series, case: Case, name: str) -> Agent:
     if series is Series.nixl:
         from pynixlkv.nixl import NixlAgent
 

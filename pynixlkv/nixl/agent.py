@@ -1,4 +1,4 @@
-"""`NixlAgent`: the transfer engine on a NIXL agent of its own."""
+"""`NixlAgent`: an agent with NIXL as its transfer backend."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, ClassVar
 
 from pynixlkv import _loader, _native
-from pynixlkv.engine import EngineAgent
+from pynixlkv.agent import Agent
 from pynixlkv.errors import ConfigError, NixlError
 
 if TYPE_CHECKING:
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 __all__ = ["NixlAgent"]
 
-# NIXL's progress thread serves peers whose transport needs this side's processor (TCP), and wakes
-# on events; this is only the period of its timer, whose value in NIXL's Python API burns a core.
+# Period of the timer of NIXL's progress thread, which serves peers whose transport needs this
+# side's processor (TCP) and also wakes on events. The period of NIXL's Python API burns a core.
 _PROGRESS_DELAY_US = 100_000
 
-# Applied by NIXL's engine unless the environment has a UCX_ variable of the name. The registration
-# cache of UCX grows without bound where memory is mapped and unmapped often. A blocking connect()
-# would hold up all peers for minutes where one host drops packets.
+# NIXL applies these unless the environment has a UCX_ variable of the name. UCX's registration
+# cache grows without bound where memory is mapped and unmapped often. A blocking connect() would
+# hold up all peers for minutes where one host drops packets.
 _UCX_CONFIG = "RCACHE_MAX_UNRELEASED=1024,TCP_CONN_NB=y"
 
 
-class NixlAgent(EngineAgent):
+class NixlAgent(Agent):
     """An agent that moves bytes with NIXL. Safe from several threads.
 
     Parameters
@@ -50,8 +50,8 @@ class NixlAgent(EngineAgent):
 
     Notes
     -----
-    Make agents after ``fork()``, not before: in a forked child their use raises `ForkError`. The
-    agent has one thread of its own, asleep while nothing happens, and one of NIXL's.
+    Make agents after ``fork()``: using one in a forked child raises `ForkError`. The agent has one
+    thread of its own, asleep while idle, and one of NIXL's.
 
     Examples
     --------
@@ -60,7 +60,7 @@ class NixlAgent(EngineAgent):
     ...     peer = agent.connect(hello_from_prefill)
     """
 
-    engine: ClassVar[str] = "nixl"
+    transfer_backend: ClassVar[str] = "nixl"
 
     def __init__(
         self,
@@ -70,33 +70,32 @@ class NixlAgent(EngineAgent):
         backend_params: Mapping[str, str] | None = None,
         secret: bytes | str | None = None,
     ) -> None:
-        self._check_name(name)
-        library = _loader.load_nixl()
+        self._library = _loader.load_nixl()
         params = self.default_backend_params(backend) | dict(backend_params or {})
         _check_params(params.items())
         self._backend = backend
         self._backend_params = params
+        super().__init__(name, backend_version=_loader.nixl_version(), secret=secret)
 
-        def make_engine(incarnation: bytes) -> _native.transfer.Engine:
-            try:
-                return _native.transfer.nixl_engine(
-                    name, incarnation, library, backend, params, True, _PROGRESS_DELAY_US
-                )
-            except NixlError as error:
-                raise type(error)(
-                    f"{error}; {backend} was started with {params} and {_ucx_environment()}. See "
-                    "pynixlkv.native_report() for the plugins and transports that work here",
-                    library=error.library,
-                    status=error.status,
-                    call=error.call,
-                    detail=error.detail,
-                ) from error
-
-        super().__init__(make_engine, engine_version=_loader.nixl_version(), secret=secret)
+    def _start(self, name: str, incarnation: bytes) -> _native.transfer.Agent:
+        backend, params = self._backend, self._backend_params
+        try:
+            return _native.transfer.nixl_agent(
+                name, incarnation, self._library, backend, params, _PROGRESS_DELAY_US
+            )
+        except NixlError as error:
+            raise type(error)(
+                f"{error}; {backend} was started with {params} and {_ucx_environment()}. See "
+                "pynixlkv.native_report() for the plugins and transports that work here",
+                library=error.library,
+                status=error.status,
+                call=error.call,
+                detail=error.detail,
+            ) from error
 
     @staticmethod
     def default_backend_params(backend: str) -> dict[str, str]:
-        """Return the parameters that a backend gets unless the caller says otherwise."""
+        """Return the default parameters of a backend."""
         return {"engine_config": _UCX_CONFIG} if backend == "UCX" else {}
 
     @property
@@ -111,9 +110,8 @@ class NixlAgent(EngineAgent):
 
     @property
     def transport(self) -> str:
-        """What the bytes may travel over, as far as this side can tell.
+        """The transports that UCX may choose from; NIXL does not say which it chose for a peer.
 
-        NIXL does not say which transport UCX chose for a peer; this names the choice that UCX had:
         ``UCX_TLS`` of the environment, which wins, or ``TLS`` of the backend's ``engine_config``.
         """
         if self._backend != "UCX":
@@ -124,7 +122,7 @@ class NixlAgent(EngineAgent):
 
 
 def _ucx_environment() -> str:
-    """Name the variables that UCX reads, which are the usual reason why no transport works."""
+    """Return UCX's variables, the usual reason why no transport works."""
     found = [f"{key}={value}" for key, value in sorted(os.environ.items()) if key[:4] == "UCX_"]
     return " ".join(found) or "no UCX_ variable in the environment"
 

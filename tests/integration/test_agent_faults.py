@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from pynixlkv import KVCache, TransferPlan, TransferState
-from pynixlkv.engine import num_parked
+from pynixlkv.agent import num_quarantined_agents
 from pynixlkv.errors import HandshakeError, PeerLostError, TransferError
 from pynixlkv.nixl import NixlAgent
 from pynixlkv.testing.conformance import rows
@@ -199,14 +199,14 @@ def test_an_agent_dropped_with_a_hung_transfer_keeps_its_memory_until_quiet(make
             assert time.monotonic() < deadline
         with pytest.warns(ResourceWarning, match="dropped without close"):
             del agent, peer, transfer
-        assert num_parked() == 1
+        assert num_quarantined_agents() == 1
         assert native.wait(10.0)
         assert native.state == TransferState.CANCELLED
         assert not native.is_quiet
         remote.resume()
         assert native.wait(20.0, for_quiet=True)
         deadline = time.monotonic() + 10
-        while num_parked() > 0:
+        while num_quarantined_agents() > 0:
             assert time.monotonic() < deadline
     finally:
         remote.close()
@@ -225,5 +225,6 @@ def test_a_refused_read_names_what_arrived(remote, make):
             ).wait(20.0)
         assert caught.value.peer == "remote"
         assert caught.value.bytes_done == 0
-        assert caught.value.__cause__ is None or caught.value.__cause__.library == agent.engine
+        cause = caught.value.__cause__
+        assert cause is None or cause.library == agent.transfer_backend
         remote.start()

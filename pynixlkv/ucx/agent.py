@@ -1,4 +1,4 @@
-"""`UcxAgent`: the transfer engine on a UCX worker of its own."""
+"""`UcxAgent`: an agent with UCX, without NIXL, as its transfer backend."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from pynixlkv import _loader, _native
-from pynixlkv.engine import EngineAgent
+from pynixlkv.agent import Agent
 from pynixlkv.errors import ClosedError, ConfigError
 
 if TYPE_CHECKING:
@@ -19,16 +19,15 @@ if TYPE_CHECKING:
 __all__ = ["UcxAgent"]
 
 # Settings that apply unless the environment has a UCX_ variable of the name. With error handling
-# UCX's rendezvous falls back to TCP between processes of one host, several times slower than what
-# it does otherwise. A blocking connect() would hold up all peers for minutes where one host drops
-# packets.
+# UCX's rendezvous falls back to TCP between processes of one host, which is several times slower.
+# A blocking connect() would hold up all peers for minutes where one host drops packets.
 _DEFAULTS = {"RNDV_THRESH": "inf", "TCP_CONN_NB": "y"}
-# Settings that apply whatever the environment says: notifications would overtake each other if
-# messages went out over several devices.
+# Settings that win over the environment: notifications would overtake each other if messages went
+# out over several devices.
 _FIXED = {"MAX_EAGER_RAILS": "1"}
 
 
-class UcxAgent(EngineAgent):
+class UcxAgent(Agent):
     """An agent that moves bytes with UCX's one-sided operations. Safe from several threads.
 
     Parameters
@@ -39,7 +38,7 @@ class UcxAgent(EngineAgent):
         Settings of UCX, names without the prefix ``UCX_``, over those of the environment.
         ``MAX_EAGER_RAILS`` is always 1, so that notifications keep their order.
     error_handling : bool
-        Let UCX look after the health of connections; both sides need the same. See Notes.
+        Let UCX watch its connections for dead peers; both sides need the same. See Notes.
     secret : bytes or str, optional
         Key of the MAC on hello bytes; both sides need the same. Default: the environment variable
         ``PYNIXLKV_SECRET``, or none.
@@ -55,14 +54,14 @@ class UcxAgent(EngineAgent):
 
     Notes
     -----
-    Make agents after ``fork()``, not before: in a forked child their use raises `ForkError`. The
-    agent has one thread of its own, asleep while nothing happens, which UCX's events wake.
+    Make agents after ``fork()``: using one in a forked child raises `ForkError`. The agent has one
+    thread of its own, asleep while idle; UCX's events wake it.
 
     Without error handling UCX may use shared memory for messages between processes of one host,
-    which makes notifications some 7 microseconds faster there. The death of a peer is then noticed
-    only by what needs the peer's process or the kernel: a transfer of ordinary memory, or anything
-    over TCP. Memory of `allocate` of a dead peer can still be read, notifications to it are lost
-    without an error, and `is_alive` says that it lives. Closing waits up to 0.1 s for each peer.
+    which makes notifications some 7 microseconds faster there. A dead peer is then noticed only by
+    operations that need its process or the kernel: transfers of ordinary memory, and anything over
+    TCP. Memory that a dead peer got from `allocate` can still be read, notifications to the peer
+    are lost without an error, and `is_alive` returns True. Closing waits up to 0.1 s for each peer.
 
     Examples
     --------
@@ -71,7 +70,7 @@ class UcxAgent(EngineAgent):
     ...     peer = agent.connect(hello_from_prefill)
     """
 
-    engine: ClassVar[str] = "ucx"
+    transfer_backend: ClassVar[str] = "ucx"
 
     def __init__(
         self,
@@ -81,7 +80,6 @@ class UcxAgent(EngineAgent):
         error_handling: bool = True,
         secret: bytes | str | None = None,
     ) -> None:
-        self._check_name(name)
         _check_config((config or {}).items())
         defaults = {k: v for k, v in _DEFAULTS.items() if f"UCX_{k}" not in os.environ}
         for key, value in _FIXED.items():
@@ -90,13 +88,10 @@ class UcxAgent(EngineAgent):
         library = _loader.load_ucx()
         self._context = _native.ucx.Context(library, defaults | dict(config or {}) | _FIXED)
         self._error_handling = error_handling
-        super().__init__(
-            lambda incarnation: _native.transfer.ucx_engine(
-                name, incarnation, self._context, error_handling
-            ),
-            engine_version=library.version,
-            secret=secret,
-        )
+        super().__init__(name, backend_version=library.version, secret=secret)
+
+    def _start(self, name: str, incarnation: bytes) -> _native.transfer.Agent:
+        return _native.transfer.ucx_agent(name, incarnation, self._context, self._error_handling)
 
     @property
     def config(self) -> dict[str, str]:
@@ -105,12 +100,12 @@ class UcxAgent(EngineAgent):
 
     @property
     def error_handling(self) -> bool:
-        """Whether UCX looks after the health of connections."""
+        """Whether UCX watches its connections for dead peers."""
         return self._error_handling
 
     @property
     def transport(self) -> str:
-        """What the bytes may travel over: the choice that UCX has, ``UCX_TLS``."""
+        """The transports that UCX may choose from, ``UCX_TLS``."""
         return f"UCX, UCX_TLS={self.config.get('TLS') or os.environ.get('UCX_TLS') or 'all'}"
 
     def allocate(
@@ -118,9 +113,9 @@ class UcxAgent(EngineAgent):
     ) -> npt.NDArray[np.generic]:
         """Allocate host memory that agents in other processes of this host reach directly.
 
-        Once registered, such memory is read and written by the peer's processor through a mapping
-        of it, at the speed of a copy inside one process and without this side taking part. It is
-        for host pools and staging buffers; any other memory works too, through the kernel.
+        Once the memory is registered, the peer maps it and copies at the speed of a copy inside one
+        process, without this side taking part. Meant for host pools and staging buffers; any other
+        memory works too, through the kernel.
 
         Parameters
         ----------
@@ -132,9 +127,8 @@ class UcxAgent(EngineAgent):
         Returns
         -------
         ndarray
-            Zeros, C-contiguous. Like any other memory it must be registered, as a whole or in
-            parts; ``torch.from_numpy`` makes a tensor of it. It is freed when nothing refers to
-            it any more.
+            Zeros, C-contiguous. Register it, as a whole or in parts, like any other memory;
+            ``torch.from_numpy`` makes a tensor of it. Freed with its last reference.
 
         Raises
         ------
@@ -149,8 +143,8 @@ class UcxAgent(EngineAgent):
         -----
         Releases the GIL. Shared memory counts against the limits of the container
         (``/dev/shm`` or ``kernel.shmmax``); where those do not suffice UCX takes ordinary memory.
-        A peer that dies leaves its memory readable for those who mapped it: its death is noticed
-        through the connection, so that a read which overlaps it can still end well.
+        The memory of a dead peer stays readable for processes that mapped it. The death is noticed
+        through the connection, so a read that overlaps it can still succeed.
         """
         if self.is_closed:
             raise ClosedError(f"{self!r} is closed")

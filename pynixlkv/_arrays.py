@@ -1,0 +1,84 @@
+"""The one check of integers that a caller gives as an array: nothing is rounded or wrapped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from pynixlkv.errors import ConfigError
+
+__all__ = ["first_outside", "integers"]
+
+_BOOLS = frozenset((bool, np.bool_))
+
+
+def integers(
+    what: str,
+    values: npt.ArrayLike,
+    error: type[ConfigError],
+    *,
+    columns: int | None = None,
+    dtype: type[np.integer[Any]] | None = None,
+) -> npt.NDArray[np.integer[Any]]:
+    """Return `values` as an array of integers, one-dimensional or with `columns` columns.
+
+    An array is returned as it is, of whatever integer type: the caller checks the range (see
+    `first_outside`) before it converts. With `dtype` only an array of that type is accepted.
+    """
+    shape = "one dimension of integers" if columns is None else f"integers of shape (n, {columns})"
+    if dtype is not None and not (isinstance(values, np.ndarray) and values.dtype == dtype):
+        seen = f"{values.dtype} array" if isinstance(values, np.ndarray) else type(values).__name__
+        raise error(f"{what} must be a {dtype.__name__} array with {shape}, not {seen}")
+    if isinstance(values, (list, tuple)):
+        _refuse_bools(what, values, error)
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, OverflowError) as cause:
+        raise error(f"{what} cannot be read as an array of integers: {cause}") from cause
+    if array.size and array.dtype.kind in "fO" and not isinstance(values, np.ndarray):
+        array = _exact(array, values)
+    if columns is not None and array.size == 0:
+        array = array.reshape(0, columns)
+    has_shape = array.ndim == 1 if columns is None else array.shape[1:] == (columns,)
+    if not has_shape or (array.size and array.dtype.kind not in "iu"):
+        raise error(f"{what} has shape {array.shape} and dtype {array.dtype}; expected {shape}")
+    return array if array.size else array.astype(dtype or np.int64)
+
+
+def _refuse_bools(what: str, values: list[Any] | tuple[Any, ...], error: type[ConfigError]) -> None:
+    """Refuse what numpy would turn into 0 or 1; looks into rows only where there are any."""
+    types = set(map(type, values))
+    for place, value in enumerate(values) if types & {bool, np.bool_, list, tuple} else ():
+        if isinstance(value, (list, tuple)):
+            _refuse_bools(f"{what}[{place}]", value, error)
+        elif type(value) in _BOOLS:
+            raise error(f"{what} holds {value} at index {place}; expected integers")
+
+
+def _exact(array: npt.NDArray[Any], values: object) -> npt.NDArray[Any]:
+    """Undo numpy's choice of float for integers on both sides of 2**63."""
+    exact = np.array(values, dtype=object)
+    if all(isinstance(item, (int, np.integer)) and 0 <= item < 1 << 64 for item in exact.flat):
+        return exact.astype(np.uint64)
+    return array
+
+
+def first_outside(
+    array: npt.NDArray[np.integer[Any]], lowest: int, highest: int
+) -> tuple[int, ...] | None:
+    """Return the index of the first number outside ``lowest..highest``, or None."""
+    limits = np.iinfo(array.dtype)
+    if array.size == 0 or (limits.min >= lowest and limits.max <= highest):
+        return None
+    if int(array.min()) >= lowest and int(array.max()) <= highest:
+        return None
+    wrong = np.zeros(array.shape, bool)
+    if limits.min < lowest:
+        wrong |= array < array.dtype.type(lowest)
+    if limits.max > highest:
+        wrong |= array > array.dtype.type(highest)
+    return tuple(int(i) for i in np.argwhere(wrong)[0])
