@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pynixlkv import _native
+from pynixlkv import _arrays, _native
 from pynixlkv.errors import ConfigError, TransferTimeout
 
 if TYPE_CHECKING:
@@ -118,11 +118,7 @@ def _make(
 ) -> Batch:
     if window < 1 or nbytes < 1:
         raise ConfigError(f"window {window} and {nbytes} bytes must be at least 1")
-    offsets = np.asarray(places)
-    if offsets.ndim != 2 or offsets.shape[1] != 2 or offsets.dtype.kind not in "iu":
-        raise ConfigError(
-            f"places must be integers of shape (n, 2), not {offsets.dtype} of {offsets.shape}"
-        )
+    offsets = _arrays.integers("places", places, ConfigError, columns=2)
     for column, side, size in ((0, "local", local.nbytes), (1, "remote", remote.nbytes)):
         (wrong,) = np.nonzero((offsets[:, column] < 0) | (offsets[:, column] > size - nbytes))
         if len(wrong):

@@ -7,12 +7,12 @@ keys travel between the processes is up to the caller.
 
 from __future__ import annotations
 
-import struct
 import sys
-import zlib
 from typing import TYPE_CHECKING
 
-from pynixlkv import _loader, _native
+import msgspec
+
+from pynixlkv import _loader, _native, wire
 from pynixlkv._closeable import Closeable
 from pynixlkv.errors import (
     ClosedError,
@@ -20,7 +20,6 @@ from pynixlkv.errors import (
     ProtocolVersionError,
     StateError,
     TransferTimeout,
-    WireError,
 )
 from pynixlkv.types import MemoryType
 
@@ -39,50 +38,44 @@ __all__ = [
     "put_nbx",
 ]
 
-# UCX's packed addresses and keys have neither length nor checksum, and UCX crashes on damaged ones:
-# they travel in an envelope. Its magic, UCX's version, big-endian, length, checksum.
-_HEADER = struct.Struct("<8sBBB?II")
-_ADDRESS = b"pnkucx2A"
-_KEY = b"pnkucx2K"
-_RANGE = struct.Struct("<QQ")
+_ADDRESS = "UCX worker address"
+_KEY = "UCX remote key"
 
 
-def _here() -> tuple[int, int, int, bool]:
-    major, minor, release = (int(part) for part in _loader.load_ucx().version.split("."))
-    return major, minor, release, sys.byteorder == "big"
+class _Packed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A worker's address or a remote key; in an envelope, because UCX crashes on damaged ones."""
+
+    ucx_version: str
+    byte_order: str
+    data: bytes
+    address: int = 0  # of the memory of a key, as its length
+    nbytes: int = 0
 
 
-def _seal(magic: bytes, payload: bytes) -> bytes:
-    head = _HEADER.pack(magic, *_here(), len(payload), 0)
-    checksum = zlib.crc32(payload, zlib.crc32(head))
-    return _HEADER.pack(magic, *_here(), len(payload), checksum) + payload
+def _here() -> tuple[str, str]:
+    return _loader.load_ucx().version, sys.byteorder
 
 
-def _unseal(magic: bytes, data: object, what: str) -> bytes:
+def _seal(what: str, data: bytes, *memory: int) -> bytes:
+    return wire.seal(_Packed(*_here(), data, *memory), what)
+
+
+def _unseal(what: str, data: object) -> _Packed:
     if not isinstance(data, bytes):
-        raise ConfigError(f"{what} must be bytes, not {type(data).__name__}")
-    if len(data) < _HEADER.size or data[: len(magic)] != magic:
-        raise WireError(f"{what} of {len(data)} bytes does not begin with {magic!r}")
-    *there, length, checksum = _HEADER.unpack_from(data)[1:]
-    payload = data[_HEADER.size :]
-    if length != len(payload):
-        raise WireError(f"{what} promises {length} bytes and has {len(payload)}")
-    head = data[: _HEADER.size - 4] + bytes(4)
-    if checksum != zlib.crc32(payload, zlib.crc32(head)):
-        raise WireError(f"{what} is damaged: its checksum does not fit")
-    local, remote = _describe(*_here()), _describe(*there)
-    if (_here()[:2], _here()[3]) != (tuple(there[:2]), there[3]):
+        raise ConfigError(f"a {what} must be bytes, not {type(data).__name__}")
+    packed = wire.unseal(data, _Packed, what)
+    version, byte_order = _here()
+    local = f"UCX {version} on a {byte_order}-endian machine"
+    remote = f"UCX {packed.ucx_version} on a {packed.byte_order}-endian machine"
+    does_fit = packed.ucx_version.split(".")[:2] == version.split(".")[:2]
+    if not does_fit or packed.byte_order != byte_order:
         raise ProtocolVersionError(
-            f"{what} is of {remote}, this side has {local}; the first two numbers of the version "
+            f"a {what} is of {remote}, this side has {local}; the first two numbers of the version "
             "and the byte order must agree",
             local_version=local,
             remote_version=remote,
         )
-    return payload
-
-
-def _describe(major: int, minor: int, release: int, is_big: bool) -> str:
-    return f"UCX {major}.{minor}.{release} on a {'big' if is_big else 'little'}-endian machine"
+    return packed
 
 
 class Context:
@@ -185,7 +178,7 @@ class MemoryHandle(Closeable):
     def pack(self) -> bytes:
         """Return the key for a peer's `RemoteKey`; its holder can read and write the memory."""
         native = self._native
-        return _seal(_KEY, _RANGE.pack(native.address, native.nbytes) + native.pack())
+        return _seal(_KEY, native.pack(), native.address, native.nbytes)
 
     def close(self) -> None:
         """Unmap the memory once no request and no view uses it. Idempotent."""
@@ -263,9 +256,8 @@ class Endpoint(Closeable):
     """
 
     def __init__(self, worker: Worker, address: bytes, *, error_handling: bool = True) -> None:
-        payload = _unseal(_ADDRESS, address, "a UCX worker address")
-        self._worker = worker
-        self._native = _native.ucx.Endpoint(worker._native, payload, error_handling)
+        packed = _unseal(_ADDRESS, address)
+        self._native = _native.ucx.Endpoint(worker._native, packed.data, error_handling)
 
     @property
     def failure(self) -> str:
@@ -303,14 +295,9 @@ class RemoteKey:
     """
 
     def __init__(self, endpoint: Endpoint, packed: bytes) -> None:
-        payload = _unseal(_KEY, packed, "a UCX remote key")
-        if len(payload) <= _RANGE.size:
-            raise WireError(f"a UCX remote key of {len(payload)} bytes is too short")
-        address, nbytes = _RANGE.unpack_from(payload)
-        self._address: int = address
-        self._nbytes: int = nbytes
-        self._endpoint = endpoint
-        self._native = _native.ucx.RemoteKey(endpoint._native, payload[_RANGE.size :])
+        key = _unseal(_KEY, packed)
+        self._address, self._nbytes = key.address, key.nbytes
+        self._native = _native.ucx.RemoteKey(endpoint._native, key.data)
 
     @property
     def address(self) -> int:

@@ -75,9 +75,7 @@ class Side:
         self.memory = self.context.map(self.array)
 
     def get(self, nbytes=None, offset=0):
-        return get_nbx(
-            self.memory, self.mapped, nbytes, local_offset=offset, remote_offset=offset
-        )
+        return get_nbx(self.memory, self.mapped, nbytes, local_offset=offset, remote_offset=offset)
 
     def progress_until(self, condition):
         deadline = time.monotonic() + WAIT_S
@@ -303,23 +301,25 @@ def test_damaged_bytes_never_reach_ucx(what):
             else:
                 data[place:place] = rng.randbytes(rng.randint(1, 4))
         if bytes(data) != good:
-            with pytest.raises(WireError):
+            with pytest.raises((WireError, ProtocolVersionError)):
                 make(bytes(data))
-    with pytest.raises(WireError, match="does not begin with"):
+    with pytest.raises(WireError):
         make(other)
     with pytest.raises(ConfigError, match="must be bytes"):
         make("text")
 
 
-@pytest.mark.parametrize("there", [(1, 99, 0, False), (2, 22, 0, False), None])
+@pytest.mark.parametrize("there", ["1.99.0", "2.22.0", None])
 def test_bytes_of_another_ucx_or_byte_order_are_refused(monkeypatch, there):
     worker = Worker(Context(TRANSPORTS["tcp"]))
     endpoint = Endpoint(worker, worker.address)
-    here = binding._here()
+    version, byte_order = binding._here()
+    other_order = {"little": "big", "big": "little"}[byte_order]
     with monkeypatch.context() as patched:
-        patched.setattr(binding, "_here", lambda: there or (*here[:3], not here[3]))
+        here = (there, byte_order) if there else (version, other_order)
+        patched.setattr(binding, "_here", lambda: here)
         address, key = worker.address, worker_key(worker)
-    match = "endian" if there is None else f"UCX {there[0]}.{there[1]}.0"
+    match = f"UCX {there or version} on a {byte_order if there else other_order}-endian machine, "
     for make in (lambda: Endpoint(worker, address), lambda: RemoteKey(endpoint, key)):
         with pytest.raises(ProtocolVersionError, match=match):
             make()
