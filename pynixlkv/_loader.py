@@ -102,7 +102,7 @@ class _Wheels:
     minimum: str = ""
 
     def search(self, tried: list[str]) -> Iterator[LibraryLocation]:
-        """Yield what is installed; the wheel for torch's version of CUDA comes first."""
+        """Yield the installed ones; the wheel for the CUDA of torch comes first."""
         needs = f" (needs {self.minimum} or newer)" if self.minimum else ""
         for name in _by_cuda(self.names):
             try:

@@ -1,6 +1,5 @@
 /// @file
-/// Memory of Python objects: numpy arrays and everything else with the buffer protocol, torch
-/// tensors, and whatever speaks DLPack.
+/// Memory of Python objects: the buffer protocol (numpy arrays), torch tensors, DLPack.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -46,23 +46,17 @@ class RegionMap {
     std::map<Key, Region> regions_;
 };
 
-[[nodiscard]] inline bool is_inside(const Row& inner, const Row& outer) noexcept {
-    return inner.device == outer.device && inner.address >= outer.address &&
-           inner.length <= outer.length &&
-           inner.address - outer.address <= outer.length - inner.length;
-}
-
 struct LocalRegion {
     transfer::Span span;
     std::shared_ptr<MemoryHandle> memory;
-    [[nodiscard]] bool contains(const Row& row) const noexcept { return is_inside(row, span.row); }
+    [[nodiscard]] bool contains(const Row& r) const noexcept { return span.row.contains(r); }
 };
 
 struct RemoteRegion {
     Row row;
     std::shared_ptr<RemoteKey> key;
     char* direct;  ///< where it is mapped in this process; null if it is not
-    [[nodiscard]] bool contains(const Row& r) const noexcept { return is_inside(r, row); }
+    [[nodiscard]] bool contains(const Row& r) const noexcept { return row.contains(r); }
 };
 
 using LocalRegions = RegionMap<LocalRegion>;
