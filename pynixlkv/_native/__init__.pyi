@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import typing
 
-from . import nixl, transfer, ucx
+from . import kv, nixl, transfer, ucx
 
-__all__: list[str] = ["ArrayMemory", "live_counts", "nixl", "transfer", "ucx"]
+__all__: list[str] = ["ArrayMemory", "kv", "live_counts", "nixl", "transfer", "ucx"]
 
 class ArrayMemory:
     def __init__(self, source: typing.Any) -> None: ...

@@ -21,13 +21,13 @@ import pytest
 
 from pynixlkv.errors import PeerLostError, UcxError
 from pynixlkv.testing.conformance import rows
-from pynixlkv.testing.remote import random_bytes
+from pynixlkv.testing.contents import random_bytes
 from pynixlkv.types import TransferState
 from pynixlkv.ucx import UcxAgent
 
 log = logging.getLogger(__name__)
 SEED = 20
-WAIT_S = 30.0
+WAIT_S = 60.0
 SIZE = 8 << 20
 PIECE = 64 << 10
 GUARD = 4096
@@ -263,7 +263,7 @@ def ask_for_much(peer, config, hello, there):
 
 
 def test_an_owner_outlives_readers_that_it_owes_bytes(start_peer):
-    """Replies that wait for a full socket when the reader dies; see csrc/ucx/served.hpp.
+    """Replies that wait for a full socket when the reader dies; see csrc/ucx/am_rma.hpp.
 
     The allocator of the owner's process fills what it hands out, so that an object in which
     something was not set does not look fine by chance.

@@ -5,11 +5,11 @@ import pytest
 
 from pynixlkv.errors import TransferError
 from pynixlkv.testing.conformance import rows
-from pynixlkv.testing.remote import random_bytes
+from pynixlkv.testing.contents import random_bytes
 from pynixlkv.types import TransferState
 from pynixlkv.ucx import UcxAgent
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 SIZE = 1 << 20
 TCP = {"TLS": "tcp"}
 
