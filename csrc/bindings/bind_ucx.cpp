@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/error.hpp"
+#include "base/text.hpp"
 #include "bindings/bind.hpp"
 #include "bindings/py_shared.hpp"
 #include "bindings/py_wait.hpp"
@@ -66,6 +67,15 @@ class PyEndpoint {
     std::shared_ptr<Endpoint> endpoint_;
 };
 
+/// Wait in slices, see py_wait.hpp.
+/// @throws Error TransferTimeout
+template <class WaitUntil>
+void require_end(double timeout, const char* what, const char* after, WaitUntil wait_until) {
+    if (!wait_in_slices(timeout, wait_until)) {
+        throw Error("TransferTimeout", text(what, " has not ended within ", timeout, " s", after));
+    }
+}
+
 transfer::Op op_of(bool is_get) {
     return is_get ? transfer::Op::kRead : transfer::Op::kWrite;
 }
@@ -113,7 +123,7 @@ void bind_memory(py::module_& m) {
     py::class_<PyContext>(m, "Context")
         .def(py::init([](const PyLibrary& library, const ConfigMap& config) {
                  return PyContext(
-                     without_gil([&] { return Context::create(library.ptr(), config); }));
+                     without_gil([&] { return std::make_shared<Context>(library.ptr(), config); }));
              }),
              py::arg("library"), py::arg("config"))
         .def_property_readonly("config", [](const PyContext& self) { return self->config(); });
@@ -157,7 +167,8 @@ void bind_memory(py::module_& m) {
 void bind_worker(py::module_& m) {
     py::class_<PyWorker>(m, "Worker")
         .def(py::init([](const PyContext& context) {
-                 return PyWorker(without_gil([&] { return Worker::create(context.ptr()); }));
+                 return PyWorker(
+                     without_gil([&] { return std::make_shared<Worker>(context.ptr()); }));
              }),
              py::arg("context"))
         .def("address",
@@ -179,30 +190,39 @@ void bind_worker(py::module_& m) {
 }
 
 void bind_connections(py::module_& m) {
-    py::class_<PyRequest>(m, "Request")
-        .def("poll",
-             [](const PyRequest& self) {
-                 Worker& worker = *self->endpoint()->worker();
-                 return inside(worker, [&] {
-                     worker.progress();
-                     return self->check();
-                 });
-             })
+    py::class_<PyRequest>(m, "Request", R"(A get, put or flush in flight.
+
+When it is dropped before it has ended, it goes on, and its memory stays mapped until then.)")
+        .def(
+            "poll",
+            [](const PyRequest& self) {
+                Worker& worker = *self->endpoint()->worker();
+                return inside(worker, [&] {
+                    worker.progress();
+                    return self->check();
+                });
+            },
+            "Progress the worker; return whether the request is complete. Raises as `wait`.")
         .def(
             "wait",
             [](const PyRequest& self, double timeout, bool spin) {
-                return wait_in_slices(timeout, [&](TimePoint until) {
+                require_end(timeout, "the UCX request", "; it goes on", [&](TimePoint until) {
                     return self->endpoint()->worker()->progress_until(
                         until, spin, [&] { return self->check(); });
                 });
             },
-            py::arg("timeout"), py::arg("spin"));
+            py::arg("timeout") = 30.0, py::kw_only(), py::arg("spin") = false,
+            R"(Wait until the request is complete, for at most `timeout` seconds.
+
+With `spin`, poll without a pause for the lowest latency instead of sleeping on events. Raises
+`TransferTimeout` if it is not complete in time, and `UcxError` if it has failed.)");
 
     py::class_<PyEndpoint>(m, "Endpoint")
         .def(py::init([](const PyWorker& worker, const Bytes& address, bool error_handling) {
                  return std::make_unique<PyEndpoint>(inside(*worker, [&] {
-                     return Endpoint::create(worker.ptr(), address.value,
-                                             error_handling ? capi::kErrorPeer : capi::kErrorNone);
+                     return std::make_shared<Endpoint>(
+                         worker.ptr(), address.value,
+                         error_handling ? capi::kErrorPeer : capi::kErrorNone);
                  }));
              }),
              py::arg("worker"), py::arg("address"), py::arg("error_handling"))
@@ -235,25 +255,37 @@ void bind_connections(py::module_& m) {
             },
             py::arg("address"));
 
-    py::class_<Shared<Batch>>(m, "Batch")
+    py::class_<Shared<Batch>>(m, "Batch", "Pieces that move as one.")
         .def(py::init(&make_batch), py::arg("local"), py::arg("key"), py::arg("remote"),
              py::arg("places"), py::arg("length"), py::arg("is_get"), py::arg("window"),
              py::arg("is_timed"))
-        .def("times",
-             [](const Shared<Batch>& self) {
-                 const auto& times = self->times();
-                 return py::array_t<std::int64_t>(static_cast<py::ssize_t>(times.size()),
-                                                  times.data());
-             })
+        .def_property_readonly(
+            "piece_times",
+            [](const Shared<Batch>& self) {
+                const auto& times = self->times();
+                py::array_t<double> seconds(
+                    static_cast<py::ssize_t>(times.empty() ? 0 : times.size() - 1));
+                for (py::ssize_t i = 0; i < seconds.size(); ++i) {
+                    const auto at = static_cast<std::size_t>(i);
+                    seconds.mutable_at(i) = static_cast<double>(times[at + 1] - times[at]) * 1e-9;
+                }
+                return seconds;
+            },
+            R"(Seconds from the post of each piece to that of the next, or to the end; if timed.
+
+With a window of 1 each is the duration of its piece.)")
         .def(
             "wait",
             [](const Shared<Batch>& self, double timeout, bool spin) {
-                return wait_in_slices(timeout, [&](TimePoint until) {
+                require_end(timeout, "the UCX batch", "", [&](TimePoint until) {
                     return self->worker().progress_until(until, spin,
                                                          [&] { return self->advance(); });
                 });
             },
-            py::arg("timeout"), py::arg("spin"));
+            py::arg("timeout") = 30.0, py::kw_only(), py::arg("spin") = false,
+            R"(Move the pieces and wait for the last; of puts, until they are complete at the peer.
+
+As `Request.wait`. After a timeout, call it again to go on; after a failure, no more are posted.)");
 
     m.def("move", &move, py::arg("local"), py::arg("offset"), py::arg("key"), py::arg("remote"),
           py::arg("length"), py::arg("is_get"));
@@ -268,7 +300,7 @@ void bind_ucx(py::module_ m) {
     m.def("status_table", [] {
         py::typing::List<py::typing::Tuple<py::int_, py::str, py::str>> table;
         for (const StatusInfo& info : kStatusTable) {
-            table.append(py::make_tuple(static_cast<int>(info.status), info.name, info.kind));
+            table.append(py::make_tuple(info.status, info.name, info.kind));
         }
         return table;
     });

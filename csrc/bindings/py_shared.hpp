@@ -10,8 +10,8 @@
 
 namespace pynixlkv::bindings {
 
-/// A native owner inside a Python object. It is released without the GIL, because its destructor can
-/// need a lock that another thread holds while it waits for the GIL.
+/// A native owner inside a Python object. It is released without the GIL, because its destructor
+/// can need a lock that another thread holds while it waits for the GIL.
 template <class T>
 class Shared {
   public:

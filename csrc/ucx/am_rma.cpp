@@ -270,7 +270,7 @@ bool AmRmaServer::serve(Client& client) {
         if (client.address.empty()) {
             return false;
         }
-        client.endpoint = Endpoint::create(worker_, client.address, errors_);
+        client.endpoint = std::make_shared<Endpoint>(worker_, client.address, errors_);
         client.outbox = std::make_unique<Outbox>(client.endpoint);
     }
     int count = 0;

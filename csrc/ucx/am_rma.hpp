@@ -31,7 +31,7 @@ enum class AmRmaKind : std::uint8_t {
     kRead,   ///< to the owner; data: address and length of each row
     kWrite,  ///< to the owner; data: a piece
     kData,   ///< from the owner; data: a piece of a row
-    kEnd,    ///< from the owner: the write is complete, or refused with the reason as data
+    kEnd,    ///< from the owner: a write is complete; with data, why it or a read is refused
 };
 
 /// The header of these messages. Byte orders are equal: `connect` refuses other peers.

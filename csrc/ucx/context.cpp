@@ -49,10 +49,6 @@ std::uint64_t free_memory() {
 
 }  // namespace
 
-std::shared_ptr<Context> Context::create(std::shared_ptr<const Library> library, ConfigMap config) {
-    return std::shared_ptr<Context>(new Context(std::move(library), std::move(config)));
-}
-
 Context::Context(std::shared_ptr<const Library> library, ConfigMap config)
     : library_(std::move(library)), config_(std::move(config)) {
     capi::Config raw = nullptr;

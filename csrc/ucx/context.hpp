@@ -21,15 +21,14 @@ using ConfigMap = std::map<std::string, std::string>;
 class MemoryHandle;
 
 /// An instance of UCX with its settings and devices. Thread-safe.
-class Context : public std::enable_shared_from_this<Context>, LiveCounted<Context> {
+class Context : LiveCounted<Context> {
   public:
     static constexpr const char* kLiveName = "ucx.Context";
 
     /// @param config settings over those of the environment
     /// @throws Error ConfigError for a setting that UCX does not know, UcxError if it does not
     /// start
-    [[nodiscard]] static std::shared_ptr<Context> create(std::shared_ptr<const Library> library,
-                                                         ConfigMap config);
+    Context(std::shared_ptr<const Library> library, ConfigMap config);
     Context(const Context&) = delete;
     Context& operator=(const Context&) = delete;
     ~Context();
@@ -49,9 +48,6 @@ class Context : public std::enable_shared_from_this<Context>, LiveCounted<Contex
 
   private:
     friend class MemoryHandle;
-
-    friend class LiveCounted<Context>;
-    Context(std::shared_ptr<const Library> library, ConfigMap config);
 
     const std::shared_ptr<const Library> library_;
     const ConfigMap config_;

@@ -195,7 +195,7 @@ UcxDriver::UcxDriver(std::shared_ptr<Context> context, std::string name, capi::E
       name_(std::move(name)),
       errors_(errors),
       regions_(std::make_shared<LocalRegions>()),
-      worker_(Worker::create(context_)),
+      worker_(std::make_shared<Worker>(context_)),
       server_(worker_, errors_, regions_) {
     worker_->on_message(kMessageId, [this](std::string_view header, std::string_view data) {
         on_message(header, data);
@@ -261,14 +261,14 @@ std::unique_ptr<transfer::Connection> UcxDriver::connect(const std::string& name
                          description.errors == capi::kErrorPeer ? "on" : "off",
                          ", this agent with the opposite; UCX needs the same on both sides"));
     }
-    auto endpoint = Endpoint::create(worker_, description.address, errors_);
+    auto endpoint = std::make_shared<Endpoint>(worker_, description.address, errors_);
     auto regions = unpack_regions(endpoint, description);
     std::shared_ptr<Endpoint> spare;
     if (is_on_this_host(description) && !can_map(*regions)) {
         // If the peer connected first, UCX reuses its connection, which lacks the shared-memory
         // lanes. Create a second endpoint; keep the first, because closing it would close the
         // peer's.
-        spare = Endpoint::create(worker_, description.address, errors_);
+        spare = std::make_shared<Endpoint>(worker_, description.address, errors_);
         auto mapped = unpack_regions(spare, description);
         if (can_map(*mapped)) {
             std::swap(endpoint, spare);

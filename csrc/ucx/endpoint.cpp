@@ -33,16 +33,11 @@ std::string padded(std::string_view bytes) {
 
 }  // namespace
 
-std::shared_ptr<Endpoint> Endpoint::create(std::shared_ptr<Worker> worker, std::string_view address,
-                                           capi::ErrorMode errors) {
+Endpoint::Endpoint(std::shared_ptr<Worker> worker, std::string_view address, capi::ErrorMode errors)
+    : worker_(std::move(worker)), errors_(errors) {
     if (address.empty()) {
         throw Error("WireError", "the UCX address of the peer is empty");
     }
-    return std::shared_ptr<Endpoint>(new Endpoint(std::move(worker), address, errors));
-}
-
-Endpoint::Endpoint(std::shared_ptr<Worker> worker, std::string_view address, capi::ErrorMode errors)
-    : worker_(std::move(worker)), errors_(errors) {
     const std::string bytes = padded(address);
     capi::EndpointParams params{};
     params.mask = capi::EndpointParams::kRemoteAddress | capi::EndpointParams::kErrorMode |

@@ -26,7 +26,7 @@ class Request;
 }
 
 /// A connection to one worker of a peer. Externally synchronised, see Worker.
-class Endpoint : public std::enable_shared_from_this<Endpoint>, LiveCounted<Endpoint> {
+class Endpoint : LiveCounted<Endpoint> {
   public:
     static constexpr const char* kLiveName = "ucx.Endpoint";
 
@@ -35,9 +35,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint>, LiveCounted<Endp
     ///        first
     /// @param errors the same at both sides
     /// @throws UcxError when no transport reaches the peer
-    [[nodiscard]] static std::shared_ptr<Endpoint> create(
-        std::shared_ptr<Worker> worker, std::string_view address,
-        capi::ErrorMode errors = capi::kErrorPeer);
+    Endpoint(std::shared_ptr<Worker> worker, std::string_view address,
+             capi::ErrorMode errors = capi::kErrorPeer);
     Endpoint(const Endpoint&) = delete;
     Endpoint& operator=(const Endpoint&) = delete;
     ~Endpoint();
@@ -68,8 +67,6 @@ class Endpoint : public std::enable_shared_from_this<Endpoint>, LiveCounted<Endp
 
   private:
     friend class RemoteKey;
-    friend class LiveCounted<Endpoint>;
-    Endpoint(std::shared_ptr<Worker> worker, std::string_view address, capi::ErrorMode errors);
     static void on_error(void* argument, capi::Endpoint handle, Status status) noexcept;
     [[nodiscard]] const capi::Functions& fn() const noexcept { return worker_->library().fn(); }
     [[nodiscard]] capi::Endpoint usable() const;

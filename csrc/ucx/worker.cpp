@@ -30,10 +30,6 @@ Status deliver(void* argument, const void* header, std::size_t header_length, vo
 
 }  // namespace
 
-std::shared_ptr<Worker> Worker::create(std::shared_ptr<Context> context) {
-    return std::shared_ptr<Worker>(new Worker(std::move(context)));
-}
-
 Worker::Worker(std::shared_ptr<Context> context) : context_(std::move(context)) {
     context_->process().require_here("a UCX context");
     capi::WorkerParams params{};

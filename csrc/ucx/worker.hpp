@@ -77,11 +77,11 @@ using MessageHandler = std::function<void(std::string_view header, std::string_v
 
 /// A progress engine. One thread at a time may use it and its endpoints, keys and requests: callers
 /// that share one hold the lock of `enter()` around each use. Destructors lock by themselves.
-class Worker : public std::enable_shared_from_this<Worker>, LiveCounted<Worker> {
+class Worker : LiveCounted<Worker> {
   public:
     static constexpr const char* kLiveName = "ucx.Worker";
 
-    [[nodiscard]] static std::shared_ptr<Worker> create(std::shared_ptr<Context> context);
+    explicit Worker(std::shared_ptr<Context> context);
     Worker(const Worker&) = delete;
     Worker& operator=(const Worker&) = delete;
     ~Worker();
@@ -129,8 +129,6 @@ class Worker : public std::enable_shared_from_this<Worker>, LiveCounted<Worker> 
     void on_message(unsigned id, MessageHandler handler);
 
   private:
-    friend class LiveCounted<Worker>;
-    explicit Worker(std::shared_ptr<Context> context);
     void sleep(TimePoint until) const;
 
     const std::shared_ptr<Context> context_;

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pynixlkv import _arrays, _native
-from pynixlkv.errors import ConfigError, TransferTimeout
+from pynixlkv import _arrays
+from pynixlkv._native.ucx import Batch
+from pynixlkv.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -15,41 +16,6 @@ if TYPE_CHECKING:
     from pynixlkv.ucx.binding import MemoryHandle, RemoteKey
 
 __all__ = ["Batch", "get_batch", "put_batch"]
-
-
-class Batch:
-    """Pieces that move as one; made by `get_batch` and `put_batch`."""
-
-    def __init__(self, native: _native.ucx.Batch) -> None:
-        self._native = native
-
-    @property
-    def piece_times(self) -> npt.NDArray[np.float64]:
-        """Seconds from the post of each piece to that of the next, or to the end; if timed.
-
-        With a window of 1 each is the duration of its piece.
-        """
-        return np.diff(self._native.times()) * 1e-9
-
-    def wait(self, timeout: float = 30.0, *, spin: bool = False) -> None:
-        """Move the pieces and wait for the last; of puts, until they are complete at the peer.
-
-        Parameters
-        ----------
-        timeout : float
-            Longest wait in seconds.
-        spin : bool
-            Poll without a pause, for the lowest latency, instead of sleeping on events.
-
-        Raises
-        ------
-        TransferTimeout
-            If they have not all moved in time; call it again to go on.
-        UcxError
-            If one has failed; no more of them are posted then.
-        """
-        if not self._native.wait(timeout, spin):
-            raise TransferTimeout(f"the UCX batch has not ended within {timeout} s")
 
 
 def get_batch(
@@ -126,7 +92,7 @@ def _make(
                 f"piece {wrong[0]}, {nbytes} bytes at offset {offsets[wrong[0], column]}, does not "
                 f"lie inside the {size} bytes of the {side} memory"
             )
-    native = _native.ucx.Batch(
+    return Batch(
         local._native,
         remote._native,
         remote.address,
@@ -136,4 +102,3 @@ def _make(
         window,
         timed,
     )
-    return Batch(native)

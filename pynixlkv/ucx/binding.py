@@ -14,12 +14,12 @@ import msgspec
 
 from pynixlkv import _loader, _native, wire
 from pynixlkv._closeable import Closeable
+from pynixlkv._native.ucx import Request
 from pynixlkv.errors import (
     ClosedError,
     ConfigError,
     ProtocolVersionError,
     StateError,
-    TransferTimeout,
 )
 from pynixlkv.types import MemoryType
 
@@ -315,40 +315,6 @@ class RemoteKey:
         return self._native.is_direct(self._address)
 
 
-class Request:
-    """A get, put or flush in flight.
-
-    When it is dropped before it has ended, it goes on, and its memory stays mapped until then.
-    """
-
-    def __init__(self, native: _native.ucx.Request) -> None:
-        self._native = native
-
-    def poll(self) -> bool:
-        """Progress the worker; return whether the request is complete. Raises as `wait`."""
-        return self._native.poll()
-
-    def wait(self, timeout: float = 30.0, *, spin: bool = False) -> None:
-        """Wait until the request is complete.
-
-        Parameters
-        ----------
-        timeout : float
-            Longest wait in seconds.
-        spin : bool
-            Poll without a pause, for the lowest latency, instead of sleeping on events.
-
-        Raises
-        ------
-        TransferTimeout
-            If it is not complete in time; it goes on.
-        UcxError
-            If it has failed.
-        """
-        if not self._native.wait(timeout, spin):
-            raise TransferTimeout(f"the UCX request has not ended within {timeout} s; it goes on")
-
-
 def get_nbx(
     local: MemoryHandle,
     remote: RemoteKey,
@@ -422,12 +388,11 @@ def _move(
                 f"{length} bytes at offset {offset} do not lie inside the {size} bytes of the "
                 f"{side} memory"
             )
-    native = _native.ucx.move(
+    return _native.ucx.move(
         local._native, local_offset, remote._native, remote.address + remote_offset, length, is_get
     )
-    return Request(native)
 
 
 def flush_nbx(endpoint: Endpoint) -> Request:
     """Start to wait until all earlier requests of an endpoint are complete at the peer."""
-    return Request(endpoint._native.flush())
+    return endpoint._native.flush()

@@ -46,7 +46,7 @@ std::shared_ptr<const ucx::Library> library() {
 /// An agent with a pool of memory, ordinary or UCX's own.
 struct Side {
     Side(std::string its_name, const ConfigMap& config, bool allocate)
-        : name(std::move(its_name)), context(ucx::Context::create(library(), config)) {
+        : name(std::move(its_name)), context(std::make_shared<ucx::Context>(library(), config)) {
         static int count = 0;
         incarnation = std::to_string(::getpid()) + "-" + std::to_string(++count);
         transfer::AgentOptions options;
@@ -195,7 +195,7 @@ TEST_CASE("an agent that goes away ends what its peer asks of it") {
 
 TEST_CASE("an agent without error handling refuses one with it") {
     const Side a("a", {{"TLS", "tcp"}}, false);
-    const auto context = ucx::Context::create(library(), {{"TLS", "tcp"}});
+    const auto context = std::make_shared<ucx::Context>(library(), ConfigMap{{"TLS", "tcp"}});
     ucx::UcxDriver driver(context, "b", ucx::capi::kErrorNone);
     CHECK_THROWS(Error, driver.connect("a", a.agent->metadata()));
 }
@@ -218,8 +218,8 @@ TEST_CASE("forged messages write nothing outside of registered memory, and do no
     const std::uint64_t end = begin + kBytes;
     const auto place = [&] { return pick(0, begin, end - 8, end, random(), ~std::uint64_t{0}); };
     const auto length = [&] { return pick(0, 1, 8, 16, random(), ~std::uint64_t{0}); };
-    const auto worker = ucx::Worker::create(owner.context);
-    const auto endpoint = ucx::Endpoint::create(
+    const auto worker = std::make_shared<ucx::Worker>(owner.context);
+    const auto endpoint = std::make_shared<ucx::Endpoint>(
         worker, ucx::read_description(owner.agent->metadata()).address, ucx::capi::kErrorPeer);
     for (int i = 0; i < 2'000; ++i) {
         ucx::AmRmaHeader header{.kind = static_cast<ucx::AmRmaKind>(random() % 7)};

@@ -186,9 +186,7 @@ def test_an_old_distribution_is_named_with_its_version(install):
         _loader.find_nixl()
 
 
-def test_a_missing_function_is_named_with_library_and_command(
-    monkeypatch, no_nixl, build_library
-):
+def test_a_missing_function_is_named_with_library_and_command(monkeypatch, no_nixl, build_library):
     path = build_library(without=["gen_notif"])
     monkeypatch.setenv("PYNIXLKV_NIXL_LIBRARY", str(path))
     with pytest.raises(LibraryVersionError) as caught:
