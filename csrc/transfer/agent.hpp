@@ -7,26 +7,82 @@
 
 #include <sys/types.h>
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <future>
 #include <memory>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <vector>
 
 #include "base/live_count.hpp"
-#include "transfer/options.hpp"
-#include "transfer/peer.hpp"
-#include "transfer/registrations.hpp"
-#include "transfer/submission.hpp"
+#include "transfer/driver.hpp"
 #include "transfer/transfer.hpp"
 #include "transfer/types.hpp"
 
 namespace pynixlkv::transfer {
 
 class Loop;
-struct Shared;
+struct SharedState;
+
+/// Makes the rows of a transfer, on the agent's thread.
+class DescriptorSource {
+  public:
+    DescriptorSource() = default;
+    DescriptorSource(const DescriptorSource&) = delete;
+    DescriptorSource& operator=(const DescriptorSource&) = delete;
+    virtual ~DescriptorSource() = default;
+
+    /// The rows, paired. Replaces the contents of the vectors.
+    virtual void expand(std::vector<Row>& local, std::vector<Row>& remote) const = 0;
+
+    /// What all transfers that can share prepared rows have in common; null if there is none.
+    [[nodiscard]] virtual std::shared_ptr<const void> pool() const { return nullptr; }
+    /// Number of rows of the pool, both sides together.
+    [[nodiscard]] virtual std::size_t pool_size() const { return 0; }
+    /// All rows that transfers of the pool choose from, in address order. Lengths are those that
+    /// `expand_indices` counts with.
+    virtual void pool_rows(std::vector<Row>& /*local*/, std::vector<Row>& /*remote*/) const {}
+    /// Number of indices that `expand_indices` gives; none if this transfer's rows are not rows of
+    /// the pool.
+    [[nodiscard]] virtual std::optional<std::size_t> num_indices() const { return std::nullopt; }
+    /// The rows of this transfer as places in the pool.
+    virtual void expand_indices(std::vector<std::int32_t>& /*local*/,
+                                std::vector<std::int32_t>& /*remote*/) const {}
+};
+
+struct Submission {
+    Op op = Op::kRead;
+    std::shared_ptr<Peer> peer;
+    /// Rows, or ranges that contain every row that `source` will make; checked in submit().
+    std::vector<Row> local_extents;
+    std::vector<Row> remote_extents;
+    /// Null: the extents are the rows.
+    std::shared_ptr<const DescriptorSource> source;
+    std::optional<std::string> notify;
+    Clock::duration timeout{};
+};
+
+struct AgentOptions {
+    /// Random bytes that tell this agent from others of its name; peers wake it by them.
+    std::string incarnation;
+    /// Longest sleep of an idle agent when senders may be unable to wake it: the bound on how late
+    /// their notifications are seen.
+    std::chrono::microseconds poll{1000};
+    /// The same when all known senders wake the agent, or the library gives events.
+    std::chrono::microseconds woken_poll{20000};
+    /// Most bytes and rows of one native request; larger transfers are several requests, so that
+    /// deadlines are kept and other transfers get their turn.
+    std::uint64_t batch_bytes = 16U << 20U;
+    std::size_t batch_rows = 4096;
+    /// Most native requests in flight at once.
+    std::size_t window = 64;
+};
+
+using DriverFactory = std::function<std::unique_ptr<Driver>()>;
 
 class Agent : LiveCounted<Agent> {
   public:
@@ -97,7 +153,7 @@ class Agent : LiveCounted<Agent> {
     template <class F>
     auto call(F function) -> std::invoke_result_t<F&, Loop&>;
 
-    std::shared_ptr<Shared> shared_;
+    std::shared_ptr<SharedState> shared_;
     /// Ready when the thread has released everything: whether it gave everything back.
     std::shared_future<bool> exited_;
     pid_t pid_;
