@@ -210,7 +210,7 @@ def test_settings_are_checked_and_shown(make_agent, monkeypatch):
         UcxAgent("")
 
 
-def test_b107_an_idle_agent_sleeps(make_agent):
+def test_an_idle_agent_sleeps(make_agent):
     agent = make_agent("a")
     agent.notifications(0.2)
     before = time.process_time()
@@ -249,7 +249,7 @@ ENGINES = {"nixl": "NixlAgent", "ucx": "UcxAgent"}
 
 
 @pytest.mark.parametrize("order", ["nixl ucx", "ucx nixl", "libucx ucx nixl", "ucx libucx nixl"])
-def test_b090_two_ucx_copies_work_side_by_side_in_either_order(order):
+def test_two_ucx_copies_work_side_by_side_in_either_order(order):
     if "libucx" in order:
         pytest.importorskip("libucx", reason="needs the libucx wheel")
     code = MOVE
