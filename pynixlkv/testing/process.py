@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Channel", "ChildProcess", "ProcessGroup", "RunError", "parent"]
 
 DEADLINE_S = 300.0
-_GRACE_S = 5.0
+_GRACE_S = 30.0
 _SHOWN_LINES = 15
 _MAIN = (
     "import sys; sys.path[:] = sys.argv[2:]; "
