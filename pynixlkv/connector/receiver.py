@@ -39,8 +39,6 @@ from pynixlkv.errors import (
 from pynixlkv.types import TransferState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy as np
 
     from pynixlkv.agent import Transfer
@@ -151,7 +149,6 @@ class Receiver:
         engines: RemoteEngines,
         config: ConnectorConfig,
         stats: ConnectorStats,
-        stage_in: Callable[[ReqMeta], DeviceEvent] | None = None,
     ) -> None:
         self._ctx = ctx
         self._words = words  # the memory of `ctx.lease_buffer`
@@ -159,7 +156,6 @@ class Receiver:
         self._engines = engines
         self._config = config
         self._stats = stats
-        self._stage_in = stage_in  # starts to copy a request's host blocks to the device
         self._requests: dict[str, _Request] = {}
         self._queued: dict[str, _Queued] = {}
         self._by_push_id: dict[int, _Request] = {}
@@ -323,8 +319,7 @@ class Receiver:
                     due = min(due, source.check_at - now)
             if not request.pushing and all(source.is_held for source in request.sources):
                 request.step = _Step.STAGING
-                if self._stage_in is not None and request.meta.host_blocks is not None:
-                    request.staging = self._stage_in(request.meta)
+                request.staging = self._ctx.stage("h2d", request.meta)
         if request.step is _Step.STAGING:
             if request.staging is not None and not request.staging.query():
                 return _POLL_S

@@ -132,7 +132,6 @@ class Sender:
         peers: Peers,
         config: ConnectorConfig,
         stats: ConnectorStats,
-        stage_out: Callable[[ReqMeta], DeviceEvent] | None = None,
     ) -> None:
         self._ctx = ctx
         self._groups = {group.name: group for group in ctx.cache.groups}
@@ -141,7 +140,6 @@ class Sender:
         self._peers = peers
         self._config = config
         self._stats = stats
-        self._stage_out = stage_out  # starts to copy a request's device blocks to the host
         self._saving: dict[str, ReqMeta] = {}
         self._layers: deque[_Layer] = deque()
         self._held: dict[str, _Held] = {}
@@ -441,11 +439,10 @@ class Sender:
         try:
             if held.event is not None and not held.event.query():
                 return _POLL_S
-            host = held.meta.host_blocks
-            if self._stage_out is not None and host is not None and not held.is_staged:
+            if not held.is_staged:
                 held.is_staged = True
-                held.event = self._stage_out(held.meta)
-                if not held.event.query():
+                held.event = self._ctx.stage("d2h", held.meta)
+                if held.event is not None and not held.event.query():
                     return _POLL_S
             self._table.grant(held.lease)
         except Exception as error:

@@ -161,7 +161,7 @@ def test_blocks_that_are_reused_while_they_are_read_are_found_out():
         params = prefill.prefill("p1", 7, 13)
         blocks = list(prefill.requests["p1"].blocks)
         world.round()
-        # Half of the bytes move all the same.
+        # Half of the bytes still move.
         reads = world.before_reads("D", world.network.pause)
         world.network.drop_notifications("P.0.0", 100)
         start(world, decode, params)
@@ -191,7 +191,7 @@ def test_an_invented_lease_is_never_a_success():
         assert "99999999" in str(errors(world, "d3")[0])
         world.pass_time(31)
         assert world.end_of("D", "d1") == [EndState.EXPIRED]
-        assert world.end_of("D", "d2") == [EndState.FAILED]  # nobody has granted it
+        assert world.end_of("D", "d2") == [EndState.FAILED]  # it was never granted
 
 
 def test_log_records_name_the_request_and_the_peer(caplog):
@@ -444,7 +444,7 @@ def test_a_peer_that_dies_takes_only_its_own_requests(mode):
         world.round()
         world.round()
         world.kill("V")
-        world.pass_time(5)  # nobody tells a consumer that waits to be written to
+        world.pass_time(5)  # a consumer that waits for a push gets no notice
         world.until(
             lambda: len(world.outcomes["D"].failed) + len(world.outcomes["D"].received) == 5
         )
@@ -479,7 +479,7 @@ def test_a_failed_part_is_not_counted_as_loaded():
 
 def test_a_producer_that_fails_before_the_transfer_says_so():
     with pair("push") as (world, prefill, decode):
-        # The consumer does not wait for the prefill: it knows only who makes it.
+        # The consumer does not wait for the prefill: it knows only the producer.
         start(world, decode, early_params(prefill, "p1"))
         world.until(lambda: prefill.stats.pushes)
         info = RequestInfo("p1", 13, KVTransferParams(do_remote_decode=True))
