@@ -131,7 +131,7 @@ class ConnectorScheduler:
     def get_num_new_matched_tokens(
         self, request: RequestInfo, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens can be fetched beyond the local ones. Changes nothing.
+        """Return how many tokens can be fetched beyond the local ones; may be called repeatedly.
 
         Returns
         -------
