@@ -1,6 +1,6 @@
-"""What every transfer engine promises, as a pytest suite.
+"""The promises of every agent, as a pytest suite.
 
-An engine's tests subclass `AgentConformance` and give it two fixtures: ``make_agent`` (name → agent
+Tests of an agent subclass `AgentConformance` and give it two fixtures: ``make_agent`` (name → agent
 of this process) and ``remote`` (the other side, a `pynixlkv.testing.remote.Remote`). Every check
 compares bytes, including the ones that must not have changed.
 """
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AgentConformance", "HungPeerConformance", "rows"]
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 """Longest wait for something that must happen."""
 
 
@@ -93,12 +93,12 @@ class AgentConformance:
 
     @pytest.fixture
     def make_agent(self) -> Iterator[Callable[[str], Agent]]:
-        """Make agents and close them; overridden by the engine's tests."""
+        """Make agents and close them; overridden by the tests of an agent."""
         raise NotImplementedError
 
     @pytest.fixture
     def remote(self) -> Iterator[Remote]:
-        """Make the other side; overridden by the engine's tests."""
+        """Make the other side; overridden by the tests of an agent."""
         raise NotImplementedError
 
     @pytest.fixture

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,14 +28,17 @@ from typing import TYPE_CHECKING, Any
 from pynixlkv.errors import PynixlkvError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from types import ModuleType, TracebackType
+    from collections.abc import Iterable, Mapping, Sequence
+    from types import ModuleType
 
     from typing_extensions import Self
 
 __all__ = ["Channel", "ChildProcess", "ProcessGroup", "RunError", "parent"]
 
-DEADLINE_S = 60.0
+# A top-level function or class, or the name of a method of the object that the child keeps.
+Function = str | Callable[..., Any]
+
+DEADLINE_S = 300.0
 _GRACE_S = 5.0
 _SHOWN_LINES = 15
 _MAIN = (
@@ -46,7 +50,7 @@ _MAIN = (
 class RunError(PynixlkvError):
     """A process failed, ended early, or missed a deadline; or a measurement went wrong.
 
-    ``__cause__`` is the exception of the child, if there was one.
+    ``__cause__`` is the child's exception if that is a `PynixlkvError`.
     """
 
 
@@ -58,16 +62,12 @@ class Channel:
         self.connection = connection
 
     def send(self, value: object) -> None:
-        """Send a value to whatever the other end is running."""
+        """Send a value to the function that the other end is running."""
         self.connection.send(("value", value))
 
     def receive(self, timeout: float = DEADLINE_S) -> Any:  # noqa: ANN401
         """Return the next value of the other end, or the result of its function."""
         return self.take(timeout)[1]
-
-    def has_data(self, timeout: float = 0.0) -> bool:
-        """Whether something arrives within a time."""
-        return self.connection.poll(timeout)
 
     def take(self, timeout: float) -> tuple[str, Any]:
         """Return the next message and its kind, ``"value"`` or ``"result"``."""
@@ -105,8 +105,7 @@ class ChildProcess(Channel):
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **(env or {})},
-                # An interrupt from the keyboard reaches the parent alone.
-                start_new_session=True,
+                start_new_session=True,  # an interrupt from the keyboard reaches the parent alone
                 **options,
             )
 
@@ -122,17 +121,13 @@ class ChildProcess(Channel):
 
     def post(
         self,
-        function: str | Callable[..., Any],
+        function: Function,
         *args: object,
         timeout: float = DEADLINE_S,
         keep: bool = False,
         **kwargs: object,
     ) -> None:
-        """Begin a call, whose result is to be received later.
-
-        `function` is a top-level function or class, or the name of a method of the object that the
-        child keeps. With `keep`, the result becomes that object.
-        """
+        """Begin a call, whose result is to be received; with `keep` the child keeps the result."""
         name = function if isinstance(function, str) else name_of(function)
         # A process that is gone is reported where its reply is missed.
         with contextlib.suppress(BrokenPipeError):
@@ -140,14 +135,13 @@ class ChildProcess(Channel):
 
     def call(
         self,
-        function: str | Callable[..., Any],
+        function: Function,
         *args: object,
         timeout: float = DEADLINE_S,
-        keep: bool = False,
-        **kwargs: object,
+        **options: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
         """Call as `post` does and return the result."""
-        self.post(function, *args, timeout=timeout, keep=keep, **kwargs)
+        self.post(function, *args, timeout=timeout, **options)
         return self.receive(timeout)
 
     def take(self, timeout: float) -> tuple[str, Any]:
@@ -155,7 +149,13 @@ class ChildProcess(Channel):
         try:
             kind, value = super().take(timeout)
         except (EOFError, ConnectionError):
-            raise self.failed(f"{self._wait_for_end()} in the middle") from None
+            status: int | None = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = self.process.wait(_GRACE_S)
+            if status is None:
+                raise self.failed("closed its socket and did not exit") from None
+            how = f"was killed by signal {-status}" if status < 0 else f"exited with {status}"
+            raise self.failed(f"{how} in the middle") from None
         if kind == "error":
             error, text = value
             raise self.failed(f"failed: {text}") from error
@@ -163,19 +163,12 @@ class ChildProcess(Channel):
 
     def failed(self, reason: str) -> RunError:
         """Make the error for a failure, with the end of the child's output."""
-        lines = self.output().splitlines()[-_SHOWN_LINES:]
-        return RunError("\n    ".join([f"{self.name} {reason}", *lines]))
+        return RunError("\n    ".join([f"{self.name} {reason}", *self.output()[-_SHOWN_LINES:]]))
 
-    def output(self) -> str:
-        """Return what the process has written to its output file."""
-        return "" if self._output is None else self._output.read_text(errors="replace")
-
-    def _wait_for_end(self) -> str:
-        try:
-            status = self.process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            return "closed its socket and did not exit"
-        return f"was killed by signal {-status}" if status < 0 else f"exited with {status}"
+    def output(self) -> list[str]:
+        """Return the lines in the output file."""
+        text = "" if self._output is None else self._output.read_text(errors="replace")
+        return text.splitlines()
 
     def stop(self) -> None:
         """Stop the process (SIGSTOP), and wait until all of its threads stand still."""
@@ -204,12 +197,7 @@ class ChildProcess(Channel):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         self.end() if exc_type is None else self.kill()
 
 
@@ -253,28 +241,27 @@ class ProcessGroup:
     def _left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
-    def post(
-        self,
-        names: Iterable[str],
-        function: str | Callable[..., Any],
-        *args: object,
-        keep: bool = False,
-    ) -> None:
+    def post(self, names: Iterable[str], function: Function, *args: object, **options: Any) -> None:  # noqa: ANN401
         """Begin the same call in some children."""
         for name in names:
-            self._processes[name].post(function, *args, timeout=self._left(), keep=keep)
+            self._processes[name].post(function, *args, timeout=self._left(), **options)
 
     def call(
-        self, label: str, names: Iterable[str], function: str | Callable[..., Any], *args: object
+        self,
+        label: str,
+        names: Iterable[str],
+        function: Function,
+        *args: object,
+        **options: Any,  # noqa: ANN401
     ) -> dict[str, Any]:
         """Make the same call in some children and return the results by name."""
         names = list(names)
-        self.post(names, function, *args)
+        self.post(names, function, *args, **options)
         return self.gather(label, names)
 
     def gather(self, label: str, names: Iterable[str]) -> dict[str, Any]:
         """Return the results of the calls that some children are at."""
-        waiting = {self._processes[name].connection: name for name in names}
+        waiting: dict[Any, str] = {self._processes[name].connection: name for name in names}
         results: dict[str, Any] = {}
         progress: dict[str, int] = {}
         num_processes = len(waiting)
@@ -285,7 +272,6 @@ class ProcessGroup:
                 late = ", ".join(sorted(waiting.values()))
                 raise RunError(f"{label}: no answer from {late} within {self._timeout_s:g} s")
             for connection in ready:
-                assert isinstance(connection, Connection)
                 name = waiting[connection]
                 kind, value = self._processes[name].take(_GRACE_S)
                 if kind == "result":
@@ -297,8 +283,8 @@ class ProcessGroup:
         self._on_progress(label, 1, 1)
         return results
 
-    def join(self) -> dict[str, str]:
-        """Let every child end by itself; return what each has written."""
+    def join(self) -> dict[str, list[str]]:
+        """Let every child end by itself; return the lines that each has written."""
         for process in self._processes.values():
             process.connection.close()
         for process in self._processes.values():
@@ -369,15 +355,15 @@ def name_of(function: Callable[..., Any]) -> str:
     return f"{function.__module__}:{function.__qualname__}:{file}"
 
 
-def find(name: str, kept: object = None) -> Callable[..., Any]:
+def find(name: str, kept: object = None) -> Any:  # noqa: ANN401
     """Return the function of a name, which without a module is a method of the kept object."""
     if ":" not in name:
-        return getattr(kept, name)  # type: ignore[no-any-return]
+        return getattr(kept, name)
     module, function, file = name.split(":", 2)
     found: Any = _import(module, file)
     for part in function.split("."):
         found = getattr(found, part)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _import(name: str, file: str) -> ModuleType:

@@ -1,6 +1,6 @@
 """The other side of a transfer test: an agent with a pool of bytes, in this process or in a child.
 
-A suite written against `Remote` runs on an in-process double and between real processes alike.
+A suite written against `Remote` runs in one process and between processes alike.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["HostPool", "LocalRemote", "Pool", "ProcessRemote", "Remote"]
 
 
 class Pool:
-    """Memory of one side: a small paged KV cache as numpy sees it, registered as a whole.
+    """The memory of one side: a small paged KV cache in a numpy array.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class Pool:
 
     @property
     def address(self) -> int:
-        """First byte."""
+        """Address of the first byte."""
         return int(self.array.__array_interface__["data"][0])
 
     @property
@@ -58,18 +58,18 @@ class Pool:
         return self.array.reshape(-1).view(np.uint8)
 
     def fill(self, seed: int) -> None:
-        """Fill it with bytes that depend on the seed."""
+        """Fill the pool with bytes that depend on the seed."""
         self.bytes[:] = random_bytes(self.bytes.size, seed)
 
     def block(self, block_id: int) -> npt.NDArray[np.uint16]:
-        """One block with its axes in the order ``K H N D``, a view."""
+        """Return a view of one block, its axes in the order ``K H N D``."""
         order = [self.axes.index(a) for a in "BKHND"]
         block: npt.NDArray[np.uint16] = self.array.transpose(order)[block_id]
         return block
 
 
 class Remote(Protocol):
-    """What a suite asks of the other side."""
+    """The other side as a suite sees it."""
 
     name: str
 
@@ -77,11 +77,11 @@ class Remote(Protocol):
         """Make the agent, again after `kill`."""
 
     def hello(self) -> bytes:
-        """Return the agent's hello, with its pool's cache."""
+        """Return the agent's hello, with the pool's cache."""
         ...
 
     def connect(self, hello: bytes) -> None:
-        """Connect the agent to the suite's."""
+        """Connect the agent to the suite's agent."""
 
     def address(self) -> int:
         """Return the address of the pool."""
@@ -98,7 +98,7 @@ class Remote(Protocol):
         """Send a notification to a connected peer."""
 
     def notifications(self, timeout: float) -> list[tuple[str, bytes]]:
-        """Take sender and message of what has arrived."""
+        """Take the notifications that have arrived, as (sender, message)."""
         ...
 
     def register_more(self, nbytes: int, seed: int) -> int:
@@ -106,23 +106,23 @@ class Remote(Protocol):
         ...
 
     def deregister_more(self) -> None:
-        """Deregister what `register_more` has registered; the buffers stay."""
+        """Deregister the buffers of `register_more`, and keep them."""
 
     def pause(self) -> None:
-        """Stop taking part, as a stopped process does."""
+        """Stop the agent, as if its process were stopped."""
 
     def resume(self) -> None:
         """Undo `pause`."""
 
     def kill(self) -> None:
-        """Be gone from one moment to the next."""
+        """End the agent without warning."""
 
     def close(self) -> None:
         """Close the agent."""
 
 
 class _AgentWithPool:
-    """An agent with a pool: what a remote's methods do."""
+    """The agent and the pool of a remote, and what its methods do with them."""
 
     def __init__(self, make: Callable[[str], Agent], name: str, axes: str) -> None:
         self.pool = Pool(axes)
@@ -192,7 +192,7 @@ class LocalRemote:
     Parameters
     ----------
     network : FakeNetwork
-        Where the faults are injected.
+        The network of the suite's agents.
     name, axes : str
         Agent name, axes of the pool.
     """
@@ -216,7 +216,7 @@ class LocalRemote:
         return getattr(self._local, command)
 
     def pause(self) -> None:
-        """Leave what goes to it pending."""
+        """Leave operations to the agent pending."""
         self._network.pause(self.name)
 
     def resume(self) -> None:
@@ -224,7 +224,7 @@ class LocalRemote:
         self._network.resume(self.name)
 
     def kill(self) -> None:
-        """Break its connections for good."""
+        """Break the connections of the agent for good."""
         self._network.kill(self.name)
         self.close()
 
@@ -265,7 +265,7 @@ class ProcessRemote:
     name, axes : str
         Agent name, axes of the pool.
     hosts : HostPool, optional
-        Where the process comes from and goes to; by default it is started, and ends at the end.
+        Lends the process; by default the remote starts one and ends it.
     """
 
     def __init__(

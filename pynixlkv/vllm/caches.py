@@ -94,7 +94,7 @@ def kv_cache(
                 group=name,
                 dcp=place.dcp if spec.dcp_sharded else (0, 1),
                 interleave=place.interleave if spec.dcp_sharded and place.dcp[1] > 1 else 1,
-                indivisible="N" if is_opaque else "",
+                opaque_axes="N" if is_opaque else "",
             )
         )
     return KVCache.combine(*caches), block_table_index

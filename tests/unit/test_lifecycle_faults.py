@@ -535,7 +535,7 @@ def test_a_lost_release_costs_a_lease_and_no_more():
 
 @pytest.mark.parametrize("lost", ["attach", "push", "push end", "beat", "beat answer", "stop"])
 def test_no_single_lost_notice_hangs_a_push(lost):
-    with pair("push", **BEATS_5, transfer_timeout=60) as (world, prefill, decode):
+    with pair("push", **BEATS_5, transfer_timeout=300) as (world, prefill, decode):
         at_p, at_d = world.listen("P"), world.listen("D")
         if lost == "attach":
             world.network.drop_notifications("P.0.0", 1)

@@ -70,7 +70,9 @@ def test_an_engine_that_is_there_moves_blocks(environment, engine):
 
 @in_environments(nixl=["nixl"], ucx=["ucx"], both=["nixl", "ucx"])
 def test_two_processes_exchange_blocks(environment, engine):
-    output = environment.run("pynixlkv", "demo", "--engine", engine, "--blocks", "8", "--json")
+    output = environment.run(
+        "pynixlkv", "demo", "--transfer-backend", engine, "--blocks", "8", "--json"
+    )
     assert json.loads(output)["ok"] is True
 
 
