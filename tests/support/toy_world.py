@@ -50,12 +50,7 @@ class FakeEvent:
 class World:
     """Engines that can reach each other; nothing in them moves unless `round` is called.
 
-    Parameters
-    ----------
-    mode : str
-        Transfer mode of all engines.
-    **config
-        Options of `ConnectorConfig`.
+    `config` are options of `ConnectorConfig`.
     """
 
     engine_class = ToyEngine
@@ -176,10 +171,7 @@ class World:
     def before_reads(self, engine_id: str, action: Callable[[str], None]) -> list[str]:
         """Call a function with the name of the peer before blocks are read from it.
 
-        Returns
-        -------
-        list of str
-            Grows by the peer of each such read.
+        The returned list grows by the peer of each such read.
         """
         begun: list[str] = []
 
@@ -220,6 +212,11 @@ class World:
     def end_of(self, engine_id: str, request_id: str) -> list[object]:
         """Return the end states of a request at the ranks where it failed."""
         return [end.state for end in self.outcomes[engine_id].failed[request_id]]
+
+    def deliver(self, engine_id: str, sender: str, message: messages.Message) -> None:
+        """Give the first rank of an engine a message, as if it came from an agent."""
+        worker = self.engines[engine_id].ranks[0].worker
+        worker._on_notification(sender, messages.encode(message), self.clock.now)
 
     def listen(self, engine_id: str) -> Inbox:
         """Record the messages that reach an engine, and still deliver them."""

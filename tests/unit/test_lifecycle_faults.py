@@ -290,7 +290,7 @@ def test_a_waiting_request_is_aborted_while_nobody_hears_of_it():
         assert world.outcomes["P"].sent == {"p1"}
         free = sorted(prefill.free)
         late = messages.Release(ConsumerRank("D", (0, 0), ParallelSizes()), [("p1", lease)])
-        prefill.ranks[0].worker._on_notification("D.0.0", messages.encode(late), world.clock.now)
+        world.deliver("P", "D.0.0", late)
         world.quiet()
         assert sorted(prefill.free) == free
         assert world.count("P", "late_notifications") == 1
@@ -372,12 +372,10 @@ def test_a_completion_that_comes_twice_is_counted():
         params = prefill.prefill("p1", 7, 13)
         lease = Lease.parse(params["lease"])
         world.round()
-        worker = prefill.ranks[0].worker
 
         def release(rank):
             reader = ConsumerRank("D", (0, rank), ParallelSizes(tp=2))
-            data = messages.encode(messages.Release(reader, [("p1", lease)]))
-            worker._on_notification(f"D.0.{rank}", data, world.clock.now)
+            world.deliver("P", f"D.0.{rank}", messages.Release(reader, [("p1", lease)]))
 
         release(0)
         release(0)
@@ -397,7 +395,7 @@ def test_a_push_that_ends_twice_is_received_once():
         start(world, decode, prefill.prefill("p1", 7, 13))
         world.until(received(world))
         (end,) = inbox.of(messages.PushDone)
-        decode.ranks[0].worker._on_notification("P.0.0", messages.encode(end), world.clock.now)
+        world.deliver("D", "P.0.0", end)
         world.quiet()
         assert world.count("D", "late_notifications") == 1
 
@@ -500,15 +498,12 @@ def test_an_end_is_final_and_noise_is_harmless(mode):
         slow = "P.0.0" if mode == "pull" else "D.0.0"
         world.network.set_delay(slow, 0.02)
         start(world, decode, params)
-        world.until(
-            lambda: any(e.agent._native.running for e in (prefill.ranks[0], decode.ranks[0]))
-        )
+        world.until(lambda: prefill.num_running or decode.num_running)
         decode.finish("d1")  # and the transfer goes on to its good end
         world.until(failed(world))
         assert world.end_of("D", "d1") == [EndState.ABORTED]
         for end in inbox.of(messages.PushDone):
-            good = messages.PushDone(end.push_id, False, "")
-            decode.ranks[0].worker._on_notification("P.0.0", messages.encode(good), 0.0)
+            world.deliver("D", "P.0.0", messages.PushDone(end.push_id, False, ""))
         good = messages.encode(messages.CancelPush(1))
         unknown = good.replace(b"cancel_push", b"cancel_pull")
         with FakeAgent("stranger", world.network) as stranger:
@@ -554,11 +549,11 @@ def test_no_single_lost_notice_hangs_a_push(lost):
         start(world, decode, params)
         if lost == "push end":
             world.network.set_delay("D.0.0", 0.02)
-            world.until(lambda: prefill.ranks[0].agent._native.running)
+            world.until(lambda: prefill.num_running)
             world.network.drop_notifications("D.0.0", 1)
         if lost == "stop":
             world.network.pause("D.0.0")
-            world.until(lambda: prefill.ranks[0].agent._native.running)
+            world.until(lambda: prefill.num_running)
             world.network.drop_notifications("P.0.0", 1)
             decode.finish("d1")
             world.quiet()
@@ -689,7 +684,7 @@ def test_an_abort_while_bytes_move_is_reported_when_they_are_quiet(mode):
         else:
             world.network.pause("D.0.0")
         start(world, decode, params)
-        world.until(lambda: reads if mode == "pull" else prefill.ranks[0].agent._native.running)
+        world.until(lambda: reads if mode == "pull" else prefill.num_running)
         if mode == "pull":  # one that was not posted yet would be quiet at once
             (read,) = decode.ranks[0].worker._receiver._requests["d1"].transfers
             world.until(lambda: read._native.stats["post_ns"])
@@ -729,7 +724,7 @@ def test_a_request_that_is_preempted_is_pushed_anew():
         prefill.begin("p1", 7, 12)
         prefill.compute("p1", 8)
         world.network.pause("D.0.0")
-        world.until(lambda: prefill.ranks[0].agent._native.running)
+        world.until(lambda: prefill.num_running)
         taken = prefill.preempt("p1")
         prefill.ranks[0].write(99, taken, range(8))  # another request has the blocks
         world.quiet()
