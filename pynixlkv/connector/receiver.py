@@ -164,7 +164,6 @@ class Receiver:
         self._releasing: list[tuple[KVTransferParams, RemoteEngine]] = []
         self._checks: list[_Check] = []
         self._outbox: dict[RemoteRank, list[tuple[str, Lease | None]]] = defaultdict(list)
-        self._heartbeat_number = 0
 
     # ---- the engine's commands
 
@@ -546,10 +545,7 @@ class Receiver:
             request = self._requests.get(request_id) or self._queued.get(request_id)
             if request is not None and request.lease is not None and request.end is None:
                 wanted.append((str(request.remote.remote_request_id), request.lease))
-        heartbeats = []
-        for entries in _chunks(wanted) or [[]]:
-            self._heartbeat_number += 1
-            heartbeats.append(messages.encode(messages.Heartbeat(self._heartbeat_number, entries)))
+        heartbeats = [messages.encode(messages.Heartbeat(e)) for e in _chunks(wanted) or [[]]]
         for producer in engine.ranks:
             try:
                 if producer.unanswered:

@@ -41,7 +41,7 @@ __all__ = ["Consumer", "Sender"]
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.001
-_HELLO_ACK = messages.HeartbeatAck(0, [])
+_HELLO_ACK = messages.HeartbeatAck([])
 """Acknowledges a `ConsumerHello`."""
 _MAX_REMEMBERED = 4096
 """Most entries of each kind that messages of peers can make a producer remember."""
@@ -286,7 +286,7 @@ class Sender:
                 if state is LeaseStatus.HELD:  # it is about to end
                     state = LeaseStatus.ENDED
                 not_held.append((request_id, lease, state))
-        self._answer(agent, messages.HeartbeatAck(message.number, not_held))
+        self._answer(agent, messages.HeartbeatAck(not_held))
 
     def on_release(self, message: messages.Release) -> None:
         """Note that a consumer's rank is done with requests."""

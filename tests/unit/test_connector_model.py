@@ -392,8 +392,8 @@ class KitMachine(RuleBasedStateMachine):
             peer = stranger.connect(self.world.engines[self.alias[role]].hellos[0, 0])
             for message in (
                 messages.Release(reader, [(request_id, wrong)]),
-                messages.Heartbeat(7, [(request_id, wrong), (request_id, lease)]),
-                messages.HeartbeatAck(3, [(request_id, lease, messages.LeaseStatus.ENDED)]),
+                messages.Heartbeat([(request_id, wrong), (request_id, lease)]),
+                messages.HeartbeatAck([(request_id, lease, messages.LeaseStatus.ENDED)]),
                 messages.PushDone(12345, False, ""),
                 messages.CancelPush(12345),
                 messages.Push(reader, 1, request_id, wrong, ((0,),), (0,), (), 1),

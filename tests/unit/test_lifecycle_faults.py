@@ -888,9 +888,9 @@ def test_messages_are_short_enough_whatever_they_list():
     entries = [("x" * 512, lease)] * messages.MAX_ENTRIES
     reader = ConsumerRank("e" * 512, (2**16 - 1, 2**16 - 1), ParallelSizes(2**16, 2**16, 2**16))
     assert len(messages.encode(messages.Release(reader, entries))) < 1 << 20
-    beat = messages.Heartbeat(1, entries)
+    beat = messages.Heartbeat(entries)
     assert messages.decode(messages.encode(beat)) == beat
-    ack = messages.HeartbeatAck(1, [(r, k, messages.LeaseStatus.ENDED) for r, k in entries])
+    ack = messages.HeartbeatAck([(r, k, messages.LeaseStatus.ENDED) for r, k in entries])
     assert len(messages.encode(ack)) < 1 << 20
 
 
