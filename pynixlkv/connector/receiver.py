@@ -333,7 +333,7 @@ class Receiver:
     def _can_start(self, request: _Request) -> bool:
         engine = request.engine
         if engine.state is RemoteEngineState.DEAD:
-            raise engine.error or PeerLostError("the engine is dead", peer=engine.engine_id)
+            raise engine.death
         if engine.state is RemoteEngineState.CONNECTING:
             return False
         return self._config.transfer_mode == "pull" or all(p.has_answered for p in engine.sources)
@@ -565,11 +565,10 @@ class Receiver:
         if not engine.requests:
             return
         self._stats.count("peers_lost")
-        error = engine.error or PeerLostError("the engine is dead", peer=engine.engine_id)
-        _log.warning("producer engine %s is lost: %s", engine.engine_id, str(error))
+        _log.warning("producer engine %s is lost: %s", engine.engine_id, str(engine.death))
         for request in self._requests.values():
             if request.engine is engine:
-                self._fail(request, error)
+                self._fail(request, engine.death)
 
     # ---- ends
 
