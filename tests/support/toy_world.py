@@ -59,6 +59,7 @@ class World:
         self.network, self.clock = FakeNetwork(), Clock()
         self.config = ConnectorConfig(transfer_mode=mode, **config)  # type: ignore[arg-type]
         self.engines: dict[str, ToyEngine] = {}
+        self._order: dict[str, int] = {}
         self.book: dict[str, Mapping[Rank, bytes]] = {}
         self.outcomes: dict[str, Outcome] = {}
         self.unreachable: set[str] = set()
@@ -84,6 +85,7 @@ class World:
             **options,  # type: ignore[arg-type]
         )
         engine.scheduler.address = (f"host-{engine_id}", 5600)
+        self._order.setdefault(engine_id, len(self._order))
         self.engines[engine_id] = engine
         self.book[engine_id] = engine.hellos
         self.outcomes[engine_id] = Outcome()
@@ -118,7 +120,9 @@ class World:
 
     def round(self) -> None:
         """Let every engine make a step, and note what has become of requests."""
-        for engine_id in self.engines:
+        # A successor keeps its place: a producer grants leases before its consumer looks for them,
+        # which would wait for the clock to look again.
+        for engine_id in sorted(self.engines, key=self._order.__getitem__):
             self.step(engine_id)
 
     def step(self, engine_id: str) -> Outcome:
