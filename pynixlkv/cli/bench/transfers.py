@@ -82,10 +82,11 @@ _only_worker = cache(_new_worker)
 class _BindingEnd:
     """A worker and mapped memory of the thin binding."""
 
-    def __init__(self, case: Case, device: str, *, allocate: bool = False) -> None:
+    def __init__(self, case: Case, device: str) -> None:
         make_worker = _only_worker if TRANSPORTS[case.transport].one_process else _new_worker
         self._context, self._worker = make_worker()
-        if allocate:
+        if case.pattern == "repeated":
+            # Compared with ucx_perftest, whose memory UCX allocates.
             self._mapped = self._context.allocate(case.memory_bytes)
             array = np.frombuffer(self._mapped.buffer, dtype=np.uint8)
             self.memory = Memory(case.memory_bytes, array=array)
@@ -96,8 +97,7 @@ class _BindingEnd:
 
 class _BindingTarget(_BindingEnd):
     def __init__(self, case: Case) -> None:
-        # One piece again and again is compared with ucx_perftest, whose memory UCX allocates.
-        super().__init__(case, case.target_device, allocate=case.pattern == "repeated")
+        super().__init__(case, case.target_device)
 
     def offer(self) -> Offer:
         return self.memory.address, [self._worker.address, self._mapped.pack()]
