@@ -45,9 +45,7 @@ class Engine:
         """Run what every step of an engine does; the model would run in the middle."""
         self.worker.start_load_kv(self.scheduler.build_connector_meta())
         finished = self.worker.get_finished()
-        self.scheduler.update_finished(
-            sent=finished.sent, received=finished.received, failed=finished.failed
-        )
+        self.scheduler.update_finished(**vars(finished))  # sent, received and failed requests
         time.sleep(0.001)
         return finished
 

@@ -58,7 +58,7 @@ def no_native_leaks(request):
     failed_before = request.session.testsfailed
     before = live_counts()
     yield
-    if request.session.testsfailed == failed_before:
+    if request.session.testsfailed == failed_before and request.node.funcargs is not None:
         request.node.funcargs.clear()  # pytest holds the values of fixtures until later
         if leaked_since(before):
             gc.collect()  # cycles go later; collecting after each test is slow

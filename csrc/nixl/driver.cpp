@@ -51,7 +51,7 @@ struct NixlPrepared final : transfer::Prepared {
     std::shared_ptr<PreparedList> remote;
 };
 
-class NixlOperation final : public transfer::Operation {
+class NixlOperation final : public transfer::NativeXfer {
   public:
     explicit NixlOperation(std::shared_ptr<Request> request) : request_(std::move(request)) {}
 
@@ -149,8 +149,8 @@ bool NixlDriver::is_alive(transfer::Connection& connection) {
 }
 
 template <class Make>
-std::unique_ptr<transfer::Operation> NixlDriver::request(transfer::Connection& connection,
-                                                         Make make) {
+std::unique_ptr<transfer::NativeXfer> NixlDriver::request(transfer::Connection& connection,
+                                                          Make make) {
     try {
         return std::make_unique<NixlOperation>(make());
     } catch (const NativeError& e) {
@@ -162,9 +162,9 @@ std::unique_ptr<transfer::Operation> NixlDriver::request(transfer::Connection& c
     }
 }
 
-std::unique_ptr<transfer::Operation> NixlDriver::make(transfer::Connection& connection,
-                                                      transfer::Op op,
-                                                      const transfer::RowPairs& rows) {
+std::unique_ptr<transfer::NativeXfer> NixlDriver::make(transfer::Connection& connection,
+                                                       transfer::Op op,
+                                                       const transfer::RowPairs& rows) {
     const auto& peer = static_cast<const NixlConnection&>(connection);
     return request(connection, [&] {
         return agent_->create_request(
@@ -184,9 +184,10 @@ std::unique_ptr<transfer::Prepared> NixlDriver::prepare(transfer::Connection& co
     return prepared;
 }
 
-std::unique_ptr<transfer::Operation> NixlDriver::make(transfer::Connection& connection,
-                                                      transfer::Op op, transfer::Prepared& prepared,
-                                                      const transfer::IndexPairs& indices) {
+std::unique_ptr<transfer::NativeXfer> NixlDriver::make(transfer::Connection& connection,
+                                                       transfer::Op op,
+                                                       transfer::Prepared& prepared,
+                                                       const transfer::IndexPairs& indices) {
     const auto& lists = static_cast<const NixlPrepared&>(prepared);
     return request(connection, [&] {
         return agent_->make_request(static_cast<Operation>(op), lists.local, indices.local,

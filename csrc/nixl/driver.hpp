@@ -32,20 +32,20 @@ class NixlDriver final : public transfer::Driver {
                                                   std::string_view metadata) override;
     void refresh(transfer::Connection& connection, std::string_view metadata) override;
     bool is_alive(transfer::Connection& connection) override;
-    std::unique_ptr<transfer::Operation> make(transfer::Connection& connection, transfer::Op op,
-                                              const transfer::RowPairs& rows) override;
+    std::unique_ptr<transfer::NativeXfer> make(transfer::Connection& connection, transfer::Op op,
+                                               const transfer::RowPairs& rows) override;
     std::unique_ptr<transfer::Prepared> prepare(transfer::Connection& connection,
                                                 const transfer::RowPairs& rows) override;
-    std::unique_ptr<transfer::Operation> make(transfer::Connection& connection, transfer::Op op,
-                                              transfer::Prepared& prepared,
-                                              const transfer::IndexPairs& indices) override;
+    std::unique_ptr<transfer::NativeXfer> make(transfer::Connection& connection, transfer::Op op,
+                                               transfer::Prepared& prepared,
+                                               const transfer::IndexPairs& indices) override;
     void notify(transfer::Connection& connection, const std::string& message) override;
     bool receive(std::vector<transfer::Notification>& into) override;
 
   private:
     /// Run a call that makes a request, and tell a lost connection from a refusal.
     template <class Make>
-    std::unique_ptr<transfer::Operation> request(transfer::Connection& connection, Make make);
+    std::unique_ptr<transfer::NativeXfer> request(transfer::Connection& connection, Make make);
 
     const std::shared_ptr<Agent> agent_;
     CallOptions call_options_;

@@ -1,9 +1,10 @@
 """Notifications that the workers of two engines exchange through their agents.
 
-They are msgpack, decoded into tagged records. They carry no version: the handshake has compared
-`pynixlkv.handshake.PROTOCOL_VERSION`, which covers them, before the first is sent. Any of them may
-be lost, late, early, duplicated or forged without harm: each names its subject by a token that is
-never reused, ends are reached once, and the waiting side asks again with its next heartbeat.
+They are msgpack, decoded into tagged records. They carry no version of their own: handshake and
+hello have compared `pynixlkv.wire.VERSION`, which covers them, before the first is sent. Any of
+them may be lost, late, early, duplicated or forged without harm: each names its subject by a token
+that is never reused, ends are reached once, and the waiting side asks again with its next
+heartbeat.
 """
 
 from __future__ import annotations

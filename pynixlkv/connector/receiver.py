@@ -19,7 +19,7 @@ import logging
 import secrets
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from pynixlkv.connector import messages
 from pynixlkv.connector.leases import status
@@ -125,6 +125,10 @@ class _Request(_Queued):
     """When to ask them again: a request or an answer may be lost."""
     staging: DeviceEvent | None = None
     error: Exception | None = None
+
+
+_ToCheck: TypeAlias = "dict[RemoteRank, list[tuple[_Request, _Source]]]"
+"""Whose lease words to read in this round."""
 
 
 @dataclass
@@ -274,7 +278,7 @@ class Receiver:
             self._lose(engine)
         due = self._send_due_heartbeats(now)
         self._checks = [check for check in self._checks if not self._take_words(check, now)]
-        to_check: dict[RemoteRank, list[tuple[_Request, _Source]]] = defaultdict(list)
+        to_check: _ToCheck = defaultdict(list)
         for request in list(self._requests.values()):
             try:
                 pause = self._advance(request, now, to_check)
@@ -289,12 +293,7 @@ class Receiver:
         self._flush_releases()
         return 0.0 if self._engines.have_news else due
 
-    def _advance(
-        self,
-        request: _Request,
-        now: float,
-        to_check: dict[RemoteRank, list[tuple[_Request, _Source]]],
-    ) -> float:
+    def _advance(self, request: _Request, now: float, to_check: _ToCheck) -> float:
         if request.end is None and now >= request.deadline:
             self._fail(
                 request,
@@ -316,7 +315,12 @@ class Receiver:
             due = min(due, self._ask(request, now))
         if request.step is _Step.MOVING:
             for source in request.sources:
-                due = min(due, self._advance_source(request, source, now, to_check))
+                if source.running or source.is_held or source.is_checking:
+                    continue
+                if now >= source.check_at:
+                    to_check[source.producer].append((request, source))
+                else:
+                    due = min(due, source.check_at - now)
             if not request.pushing and all(source.is_held for source in request.sources):
                 request.step = _Step.STAGING
                 if self._stage_in is not None and request.meta.host_blocks is not None:
@@ -387,20 +391,6 @@ class Receiver:
                     self._fail(request, transfer.error or TransferError("the transfer failed"))
             source.running = running
 
-    def _advance_source(
-        self,
-        request: _Request,
-        source: _Source,
-        now: float,
-        to_check: dict[RemoteRank, list[tuple[_Request, _Source]]],
-    ) -> float:
-        if source.running or source.is_held or source.is_checking:
-            return float("inf")
-        if now < source.check_at:
-            return source.check_at - now
-        to_check[source.producer].append((request, source))
-        return float("inf")
-
     def _check_positions(self, request: _Request) -> None:
         """Verify that the producer covers every requested token; no later check would see a gap."""
         meta, remote = request.meta, request.remote
@@ -466,9 +456,7 @@ class Receiver:
 
     # ---- leases
 
-    def _check(
-        self, to_check: dict[RemoteRank, list[tuple[_Request, _Source]]], now: float
-    ) -> None:
+    def _check(self, to_check: _ToCheck, now: float) -> None:
         """Read lease words, in one read per producer."""
         for producer, all_asked in to_check.items():
             # Requests for which no word is free ask again in the next round.
@@ -654,8 +642,7 @@ class Receiver:
         if engine.state is RemoteEngineState.DEAD:
             self._stats.count("releases_lost")  # its leases expire by themselves
             return
-        lease = remote.lease_token
-        entry = str(remote.remote_request_id), lease
+        entry = str(remote.remote_request_id), remote.lease_token
         for producer in engine.ranks:
             if not (only_bystanders and producer.plans) and entry not in self._outbox[producer]:
                 self._outbox[producer].append(entry)

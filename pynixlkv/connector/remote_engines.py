@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from pynixlkv.agent import Peer
+    from pynixlkv.connector.config import ConnectorConfig
     from pynixlkv.connector.context import Peers, WorkerContext
     from pynixlkv.connector.metadata import KVTransferParams, ParallelSizes, Rank
     from pynixlkv.geometry import Geometry
@@ -112,16 +113,13 @@ class RemoteEngines:
         fetch: Fetch,
         submit: Callable[[Callable[[], list[RemoteRank]]], Future[list[RemoteRank]]],
         peers: Peers,
-        *,
-        timeout: float,
-        ttl: float,
+        config: ConnectorConfig,
     ) -> None:
         self._ctx = ctx
         self._fetch = fetch
         self._submit = submit
         self._peers = peers
-        self._timeout = timeout
-        self._ttl = ttl
+        self._config = config
         self._engines: dict[str, RemoteEngine] = {}
         self._by_agent: dict[str, RemoteRank] = {}
         self._dropped: list[RemoteEngine] = []  # for `settle` to report
@@ -161,7 +159,9 @@ class RemoteEngines:
         """Connect to all ranks that matter; blocks, on another thread."""
         ctx, me = self._ctx, self._ctx.identity
         ranks = tp_mapping.ranks_to_tell(ctx.cache.groups, me.rank, me.parallel, parallel)
-        hellos = self._fetch(address, engine_id=engine_id, ranks=ranks, timeout=self._timeout)
+        hellos = self._fetch(
+            address, engine_id=engine_id, ranks=ranks, timeout=self._config.handshake_timeout
+        )
         missing = [rank for rank in ranks if rank not in hellos]
         if missing:
             raise RankNotFound(
@@ -222,7 +222,7 @@ class RemoteEngines:
                     self.drop(engine, _reason(engine, error))
             elif engine.requests:
                 engine.last_used = now
-            elif now - engine.last_used > self._ttl:
+            elif now - engine.last_used > self._config.peer_ttl:
                 self.drop(engine, StateError(f"engine {engine.engine_id!r} was not used for long"))
         dropped, self._dropped = self._dropped, []
         self._dead = [engine for engine in self._dead if not self._bury(engine)]

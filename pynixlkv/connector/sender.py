@@ -296,7 +296,8 @@ class Sender:
         (stage, rank), parallel = consumer.rank, consumer.parallel
         is_valid = 0 <= stage < parallel.pp and 0 <= rank < parallel.tp
         # Only a consumer that did not wait for the prefill does not know the lease.
-        if not is_valid or (self._config.transfer_mode == "pull" and _lacks_lease(message)):
+        lacks_lease = any(lease is None for _, lease in message.requests)
+        if not is_valid or (lacks_lease and self._config.transfer_mode == "pull"):
             self._stats.count("foreign_notifications")
             return
         self._readers_of(parallel)  # raises if no engine of these sizes can read from this one
@@ -413,13 +414,11 @@ class Sender:
                 sent.add(held.id)
         while self._consumers:
             agent, consumer = next(iter(self._consumers.items()))
-            if now - consumer.last_heard <= self._config.peer_ttl or self._writes_to(agent):
+            is_idle = now - consumer.last_heard > self._config.peer_ttl
+            if not is_idle or any(push.agent == agent for push in self._pushes.values()):
                 break
             self._forget(agent)
         return max(due, 0.0)
-
-    def _writes_to(self, agent: str) -> bool:
-        return any(push.agent == agent for push in self._pushes.values())
 
     def _settle_connecting(self, now: float) -> None:
         for agent, future in list(self._connecting.items()):
@@ -620,7 +619,3 @@ class Sender:
         except PynixlkvError as error:
             _log.info("consumer %s could not be told: %s", agent, str(error))
             self._forget(agent)
-
-
-def _lacks_lease(message: messages.Release) -> bool:
-    return any(lease is None for _, lease in message.requests)

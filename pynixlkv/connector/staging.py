@@ -85,7 +85,8 @@ def has_completed(event: DeviceEvent) -> bool:
 class HostBlockPool:
     """Hands out host blocks: all that are requested, or none. Thread-safe.
 
-    It holds no memory. All workers of the engine use its block numbers in host caches of their own.
+    It holds no memory: all workers of the engine use its block numbers in their own host caches.
+    Methods take `counts`, how many blocks of each group, or `blocks`, their numbers by group.
 
     Parameters
     ----------
@@ -95,7 +96,7 @@ class HostBlockPool:
     Raises
     ------
     ConfigError
-        If there is no group, or a group without blocks.
+        If there is no group, or a group without blocks; by methods, if the groups do not fit.
     """
 
     def __init__(self, num_blocks: Sequence[int]) -> None:
@@ -113,55 +114,15 @@ class HostBlockPool:
             return tuple(map(len, self._free))
 
     def can_hold(self, counts: Sequence[int]) -> bool:
-        """Return whether `allocate` could succeed if all blocks were free.
-
-        Parameters
-        ----------
-        counts : sequence of int
-            Blocks of each group.
-
-        Returns
-        -------
-        bool
-            Whether the pool has as many.
-        """
+        """Return whether `allocate` could succeed if all blocks were free."""
         return all(c <= size for c, size in zip(self._checked(counts), self._sizes, strict=True))
 
     def has_free(self, counts: Sequence[int]) -> bool:
-        """Return whether `allocate` would succeed now.
-
-        Parameters
-        ----------
-        counts : sequence of int
-            Blocks of each group.
-
-        Returns
-        -------
-        bool
-            Whether as many are free.
-        """
+        """Return whether `allocate` would succeed now."""
         return all(c <= free for c, free in zip(self._checked(counts), self.num_free, strict=True))
 
     def allocate(self, counts: Sequence[int]) -> BlockLists:
-        """Take blocks. Does not wait.
-
-        Parameters
-        ----------
-        counts : sequence of int
-            Blocks of each group, at least 0.
-
-        Returns
-        -------
-        tuple of tuple of int
-            Block numbers of the host cache, for each group.
-
-        Raises
-        ------
-        PoolExhausted
-            If too few are free; none is taken.
-        ConfigError
-            If `counts` does not fit the groups.
-        """
+        """Take blocks; raise `PoolExhausted`, and take none, if too few are free. Does not wait."""
         counts = self._checked(counts)
         with self._lock:
             num_free = tuple(map(len, self._free))
@@ -173,19 +134,12 @@ class HostBlockPool:
             return tuple(self._take(group, count) for group, count in enumerate(counts))
 
     def free(self, blocks: BlockLists) -> None:
-        """Give blocks back.
-
-        Parameters
-        ----------
-        blocks : tuple of tuple of int
-            Block numbers for each group, from `allocate`; no bytes may be moving in them.
+        """Give blocks back, in which no bytes may be moving.
 
         Raises
         ------
         StateError
             If one of them is not allocated, or appears twice; nothing is freed.
-        ConfigError
-            If they do not fit the groups.
         """
         self._checked([len(table) for table in blocks])
         with self._lock:
@@ -299,6 +253,8 @@ class HostStaging:
     ------
     ConfigError
         If the caches do not have the same groups.
+    PlanError
+        By methods, if the block numbers of each group do not fit each other or the caches.
 
     Notes
     -----
@@ -323,12 +279,7 @@ class HostStaging:
         ]
 
     def stage_out(self, device_blocks: BlockLists, host_blocks: BlockLists) -> DeviceEvent:
-        """Start to copy device blocks to host blocks, to be sent from there.
-
-        Parameters
-        ----------
-        device_blocks, host_blocks : tuple of tuple of int
-            Block numbers for each group; block i goes to block i.
+        """Start to copy device blocks to host blocks, block i to block i, to be sent from there.
 
         Returns
         -------
@@ -338,46 +289,20 @@ class HostStaging:
 
         Raises
         ------
-        PlanError
-            If the tables do not fit each other or the caches.
         StateError
             If an earlier copy into or out of one of the host blocks has not ended.
         """
         return self._start("d2h", device_blocks, host_blocks)
 
     def stage_in(self, host_blocks: BlockLists, device_blocks: BlockLists) -> DeviceEvent:
-        """Start to copy received host blocks to device blocks.
+        """Start to copy received host blocks to device blocks, block i to block i.
 
-        Parameters
-        ----------
-        host_blocks, device_blocks : tuple of tuple of int
-            Block numbers for each group; block i goes to block i.
-
-        Returns
-        -------
-        DeviceEvent
-            The host blocks must not be freed before it has completed.
-
-        Raises
-        ------
-        PlanError, StateError
-            As in `stage_out`.
+        The host blocks must not be freed before the event has completed. Raises as `stage_out`.
         """
         return self._start("h2d", device_blocks, host_blocks)
 
     def mark_written(self, device_blocks: BlockLists) -> None:
-        """Note that device blocks are overwritten: their staged copies are stale.
-
-        Parameters
-        ----------
-        device_blocks : tuple of tuple of int
-            Block numbers for each group.
-
-        Raises
-        ------
-        PlanError
-            If they do not fit the cache.
-        """
+        """Note that device blocks are overwritten: their staged copies are stale."""
         with self._lock:
             for group, table in self._pairs(device_blocks):
                 group.version[group.check("device", table, group.version.size)] += 1
@@ -385,18 +310,11 @@ class HostStaging:
     def check_staged(self, host_blocks: BlockLists) -> None:
         """Verify that host blocks hold the current contents of their device blocks.
 
-        Parameters
-        ----------
-        host_blocks : tuple of tuple of int
-            Block numbers for each group.
-
         Raises
         ------
         NotStagedError
             If a block was never staged, its copy has not completed or has failed, or its device
             block was overwritten after the copy was started; names it.
-        PlanError
-            If they do not fit the cache.
         """
         with self._lock:
             for group, table in self._pairs(host_blocks):

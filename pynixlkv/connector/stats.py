@@ -61,18 +61,11 @@ _NUM_BUCKETS = len(BUCKET_BOUNDS_S) + 1
 
 
 class TimeHistogram(msgspec.Struct):
-    """A histogram of durations.
-
-    Parameters
-    ----------
-    counts : list of int
-        Values by bucket. A value is at most the bound of its bucket in `BUCKET_BOUNDS_S`; one more
-        bucket takes the values above the last bound.
-    sum_s : float
-        Sum of the values in seconds.
-    """
+    """A histogram of durations."""
 
     counts: list[int] = msgspec.field(default_factory=lambda: [0] * _NUM_BUCKETS)
+    """Values by bucket. A value is at most the bound of its bucket in `BUCKET_BOUNDS_S`; one more
+    bucket takes the values above the last bound."""
     sum_s: float = 0.0
 
     def add(self, seconds: float) -> None:
@@ -90,18 +83,10 @@ class TimeHistogram(msgspec.Struct):
         return sum(self.counts)
 
     def quantile(self, share: float) -> float:
-        """Return an upper bound of a quantile.
+        """Return an upper bound of a quantile, in seconds.
 
-        Parameters
-        ----------
-        share : float
-            Share of the values at or below it, 0 to 1.
-
-        Returns
-        -------
-        float
-            Seconds, at most twice the true quantile above 1 µs; ``inf`` above the last bound, 0.0
-            without values.
+        It is at most twice the true quantile above 1 µs; ``inf`` above the last bound, 0.0 without
+        values.
         """
         if not self.count:
             return 0.0
@@ -118,48 +103,40 @@ class TimeHistogram(msgspec.Struct):
 
 
 class StatsSnapshot(msgspec.Struct):
-    """Counts of one or several connectors; ``a + b`` adds those of different workers.
-
-    Parameters
-    ----------
-    transfers, bytes, descriptors : int
-        Successful transfers, and what they moved.
-    plan, post, transfer : TimeHistogram
-        Time that they spent on turning block tables into descriptors, in the library's post calls,
-        and from the call to the end.
-    transfer_failures : dict of str to int
-        Other transfers, by their end: ``"timed_out"``, ``"peer_lost"``, ….
-    ends : dict of str to int
-        Requests that were to be received, by their end: ``"received"``, ``"failed"``, ….
-    failures : dict of str to int
-        Failed requests, by the class of the error.
-    leases : dict of str to int
-        Leases that are over, by reason: ``"released"``, ``"expired"`` or ``"failed"``.
-    events : dict of str to int
-        Other events, by `EventName`.
-    live_leases, peers, receiving, lease_checks, pushes, consumers : int
-        At the moment of the snapshot: leases, connected producers, requests that are being
-        received, lease words that are being read, pushes that are not answered, connected ranks of
-        consumers.
-    """
+    """Counts of one or several connectors; ``a + b`` adds those of different workers."""
 
     transfers: int = 0
+    """Successful transfers."""
     bytes: int = 0
     descriptors: int = 0
     plan: TimeHistogram = msgspec.field(default_factory=TimeHistogram)
+    """Time that successful transfers spent on turning block tables into descriptors."""
     post: TimeHistogram = msgspec.field(default_factory=TimeHistogram)
+    """Time that they spent in the library's post calls."""
     transfer: TimeHistogram = msgspec.field(default_factory=TimeHistogram)
+    """Time from the call to the end."""
     transfer_failures: dict[str, int] = {}
+    """Other transfers, by their end: ``"timed_out"``, ``"peer_lost"``, …."""
     ends: dict[str, int] = {}
+    """Requests that were to be received, by their end: ``"received"``, ``"failed"``, …."""
     failures: dict[str, int] = {}
+    """Failed requests, by the class of the error."""
     leases: dict[str, int] = {}
+    """Leases that are over, by reason: ``"released"``, ``"expired"`` or ``"failed"``."""
     events: dict[str, int] = {}
+    """Other events, by `EventName`."""
     live_leases: int = 0
+    """Like the following: at the moment of the snapshot."""
     peers: int = 0
+    """Connected producers."""
     receiving: int = 0
+    """Requests that are being received."""
     lease_checks: int = 0
+    """Lease words that are being read."""
     pushes: int = 0
+    """Pushes that are not answered."""
     consumers: int = 0
+    """Connected ranks of consumers."""
 
     def __add__(self, other: StatsSnapshot) -> StatsSnapshot:
         names = self.__struct_fields__
@@ -199,13 +176,7 @@ class ConnectorStats:
             _increment(self._recent.events, event)
 
     def transfer_done(self, result: TransferResult) -> None:
-        """Count a successful transfer.
-
-        Parameters
-        ----------
-        result : TransferResult
-            Its `pynixlkv.agent.Transfer.result`.
-        """
+        """Count a successful transfer."""
         with self._lock:
             recent = self._recent
             recent.transfers += 1
@@ -221,15 +192,7 @@ class ConnectorStats:
             _increment(self._recent.transfer_failures, transfer.state.name.lower())
 
     def ended(self, state: str, error: Exception | None) -> None:
-        """Count the end of a request that was to be received.
-
-        Parameters
-        ----------
-        state : str
-            Value of its `pynixlkv.connector.metadata.EndState`.
-        error : Exception or None
-            Why, unless it was received. If it failed, the class is counted as the cause.
-        """
+        """Count the end of a request by the value of its `EndState`, and a failure by its class."""
         with self._lock:
             _increment(self._recent.ends, state)
             if state == "failed":
@@ -316,15 +279,7 @@ class PrometheusMetrics:
         )
 
     def observe(self, taken: StatsSnapshot, labelvalues: Sequence[object] = ()) -> None:
-        """Add the counts since the last call.
-
-        Parameters
-        ----------
-        taken : StatsSnapshot
-            From `ConnectorStats.take`.
-        labelvalues : sequence of object
-            Values of the labels.
-        """
+        """Add what `ConnectorStats.take` has returned; `labelvalues` are those of `labelnames`."""
         for name, metric in self._counters.items():
             _with_labels(metric, labelvalues).inc(_COUNTERS[name][1](taken))
         for name, metric in self._gauges.items():

@@ -222,14 +222,7 @@ class ConnectorWorker:
         )
         self._executor = ThreadPoolExecutor(_NUM_HANDSHAKES, "pynixlkv-handshake")
         peers = Peers(self._agent)
-        self._engines = RemoteEngines(
-            ctx,
-            self._fetch,
-            self._submit,
-            peers,
-            timeout=self._config.handshake_timeout,
-            ttl=self._config.peer_ttl,
-        )
+        self._engines = RemoteEngines(ctx, self._fetch, self._submit, peers, self._config)
         self._receiver = Receiver(
             ctx, words, self._engines, self._config, self.stats,
             stage_in=None if staging is None else partial(_stage_in, staging, ctx),

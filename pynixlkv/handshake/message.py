@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from pynixlkv import wire
 from pynixlkv.errors import (
     CompatMismatch,
     ConfigError,
@@ -16,9 +17,6 @@ from pynixlkv.errors import (
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-PROTOCOL_VERSION = 1
-"""Version of the payloads. History: 1 = first."""
 
 MAX_REQUEST_BYTES = 1 << 20
 """Longest question that is read; usual ones have some hundred bytes."""
@@ -98,7 +96,7 @@ def check_identity(engine_id: object, compatibility: Mapping[Any, Any]) -> Envel
     for field, value in compatibility.items():
         if not isinstance(field, str) or not isinstance(value, str):
             raise ConfigError(f"compatibility field {field!r} is {value!r}; expected str and str")
-    return Envelope(PROTOCOL_VERSION, engine_id, dict(compatibility))
+    return Envelope(wire.VERSION, engine_id, dict(compatibility))
 
 
 def check_rank(rank: object) -> Rank:

@@ -110,15 +110,7 @@ class Handshake(Closeable):
     def close(self, timeout: float = 5.0) -> None:
         """Stop listening; does nothing the second time, or in a forked child.
 
-        Parameters
-        ----------
-        timeout : float
-            Longest wait in seconds.
-
-        Raises
-        ------
-        HandshakeTimeout
-            If the listener's thread has not ended by then.
+        Raises `HandshakeTimeout` if the listener's thread has not ended within `timeout` seconds.
         """
         if os.getpid() != self._pid:
             return

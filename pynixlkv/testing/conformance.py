@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AgentConformance", "HungPeerConformance", "rows"]
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 """Longest wait for something that must happen."""
 
 

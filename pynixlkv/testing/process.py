@@ -38,7 +38,7 @@ __all__ = ["Channel", "ChildProcess", "ProcessGroup", "RunError", "parent"]
 # A top-level function or class, or the name of a method of the object that the child keeps.
 Function = str | Callable[..., Any]
 
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 _GRACE_S = 5.0
 _SHOWN_LINES = 15
 _MAIN = (

@@ -59,8 +59,7 @@ def kv_cache(
     vLLM's block tables each group uses. If `is_opaque`, the inside of a head's page has an order of
     its own, as for vLLM's CPU kernels: pages move whole, or by whole heads.
     """
-    alike: dict[tuple[int, str, tuple[int, ...], object], dict[str, Any]] = {}
-    heads_of: dict[tuple[int, str, tuple[int, ...], object], int | None] = {}
+    alike: dict[tuple[int, str, tuple[int, ...], object, int | None], dict[str, Any]] = {}
     for index, group in enumerate(kv_cache_config.transfer_groups):
         _check_kind(group)
         specs = _layer_specs(group)
@@ -73,13 +72,13 @@ def kv_cache(
                     f"layer {name!r} has a tensor of shape {tuple(tensor.shape)}; expected "
                     "(blocks, heads, tokens, content)"
                 )
-            key = (index, _NUMBER.sub("#", name), tuple(tensor.shape), tensor.dtype)
+            heads = _total_heads(specs[name], tensor.shape[1], total_kv_heads, place)
+            key = (index, _NUMBER.sub("#", name), tuple(tensor.shape), tensor.dtype, heads)
             alike.setdefault(key, {})[name] = tensor
-            heads_of[key] = _total_heads(specs[name], tensor.shape[1], total_kv_heads, place)
     if not alike:
         raise ConfigError("vLLM registered no layer of a group that takes part in transfers")
     caches, block_table_index = [], {}
-    for (index, template, shape, dtype), members in alike.items():
+    for (index, template, _, _, heads), members in alike.items():
         name = f"{index}:{template}"
         while name in block_table_index:  # one name pattern, several shapes
             name += "'"
@@ -89,13 +88,13 @@ def kv_cache(
             KVCache.from_tensors(
                 members,
                 axes="BHND",
-                kv_heads=heads_of[index, template, shape, dtype],
+                kv_heads=heads,
                 tp=place.tp,
                 layers=[layer_number(layer) for layer in members],
                 group=name,
                 dcp=place.dcp if spec.dcp_sharded else (0, 1),
                 interleave=place.interleave if spec.dcp_sharded and place.dcp[1] > 1 else 1,
-                indivisible="N" if is_opaque else "",
+                opaque_axes="N" if is_opaque else "",
             )
         )
     return KVCache.combine(*caches), block_table_index

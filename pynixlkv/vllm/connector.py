@@ -335,7 +335,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _make_agent(self, name: str) -> Agent:
         options = self._options
-        if options.engine == "ucx":
+        if options.transfer_backend == "ucx":
             from pynixlkv.ucx import UcxAgent
 
             return UcxAgent(name, config=options.backend_params)

@@ -22,8 +22,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     Parameters
     ----------
-    engine : str
-        The transfer backend: ``"nixl"`` or ``"ucx"``.
+    transfer_backend : str
+        What moves the bytes: ``"nixl"`` or ``"ucx"``.
     backends : list of str
         NIXL backend, exactly one.
     backend_params : dict of str to str
@@ -58,7 +58,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         Refuse a peer whose model, dtype or versions differ.
     """
 
-    engine: Literal["nixl", "ucx"] = "nixl"
+    transfer_backend: Literal["nixl", "ucx"] = "nixl"
     backends: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1)] = msgspec.field(
         default_factory=lambda: ["UCX"]
     )

@@ -70,8 +70,7 @@ struct Side {
     }
 
     std::shared_ptr<transfer::Peer> connect(const Side& other) const {
-        return agent->connect(other.name, other.incarnation, other.agent->metadata(),
-                               other.spans);
+        return agent->connect(other.name, other.incarnation, other.agent->metadata(), other.spans);
     }
     Row row(std::size_t block) const { return {spans[0].row.address + block * kBlock, kBlock, 0}; }
     bool holds(std::size_t block, unsigned char value) const {
@@ -105,7 +104,7 @@ void pull_from_both_sides(const ConfigMap& config, bool allocate) {
     const auto pull = [&done](const Side& here, const Side& there,
                               const std::shared_ptr<transfer::Peer>& peer, std::size_t first) {
         for (std::size_t i = first; i < first + kEach; ++i) {
-            transfer::Request request;
+            transfer::Submission request;
             request.op = Op::kRead;
             request.peer = peer;
             request.local_extents = {here.row(kBlocks / 2 + i)};
@@ -156,7 +155,7 @@ TEST_CASE("a write is there before its notification") {
     const auto to_b = a.connect(b);
     for (unsigned char value = 1; value < 50; ++value) {
         std::fill_n(a.pool, kBlock, value);
-        transfer::Request request;
+        transfer::Submission request;
         request.op = Op::kWrite;
         request.peer = to_b;
         request.local_extents = {a.row(0)};
@@ -178,7 +177,7 @@ TEST_CASE("an agent that goes away ends what its peer asks of it") {
         Side b("b", {{"TLS", "tcp"}}, false);
         peer = a.connect(b);
         for (std::size_t i = 0; i < 32; ++i) {
-            transfer::Request request;
+            transfer::Submission request;
             request.op = Op::kRead;
             request.peer = peer;
             request.local_extents = {a.row(i)};
@@ -210,7 +209,7 @@ TEST_CASE("connections by socket address carry messages and end when the peer cl
     const auto there =
         ucx::Endpoint::connect(client, ucx::SocketAddress("127.0.0.1", listener->port()));
     const std::string data = "by socket address";
-    const auto sent = ucx::Request::start(
+    const auto sent = ucx::Submission::start(
         there, "ucp_am_send_nbx", {},
         [&](ucx::Completion& completion) { there->send(completion, 3, "h", data); });
     std::shared_ptr<ucx::Endpoint> here;

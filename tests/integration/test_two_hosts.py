@@ -20,7 +20,7 @@ from pynixlkv.ucx import UcxAgent
 
 SIZE = 128 << 20
 PIECE = 1 << 20
-WAIT_S = 30.0
+WAIT_S = 60.0
 TCP = {"TLS": "tcp"}
 SILENT = "02:00:00:00:00:01"  # nobody's address
 

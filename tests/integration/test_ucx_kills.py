@@ -27,7 +27,7 @@ from pynixlkv.ucx import UcxAgent
 
 log = logging.getLogger(__name__)
 SEED = 20
-WAIT_S = 30.0
+WAIT_S = 60.0
 SIZE = 8 << 20
 PIECE = 64 << 10
 GUARD = 4096

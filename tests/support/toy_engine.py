@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pynixlkv.connector.receiver import RequestEnd
     from pynixlkv.connector.remote_engines import Fetch
     from pynixlkv.connector.staging import DeviceEvent
+    from pynixlkv.connector.stats import StatsSnapshot
 
 POISON = 0xDEAD
 
@@ -231,6 +232,11 @@ class ToyEngine:
     def hellos(self) -> dict[Rank, bytes]:
         """What the handshake serves."""
         return {rank.metadata.rank: rank.metadata.hello for rank in self.ranks}
+
+    @property
+    def stats(self) -> StatsSnapshot:
+        """What the first rank has counted."""
+        return self.ranks[0].worker.stats.snapshot()
 
     def allocate(self, num_tokens: int, num_there: int = 0) -> list[int]:
         """Take blocks for tokens, beyond those that are there; the oldest free ones first."""

@@ -24,7 +24,7 @@ ATTENTION_AXES = ["KBHND", "KBNHD", "BKNHD", "BHNC", "BNHC", "LKBHND", "BLKNHD",
 
 def run(*arguments, code=None):
     command = [sys.executable, *(("-c", code) if code else ("-m", "pynixlkv")), *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])

@@ -12,6 +12,7 @@ is drawn does not depend on them: rules that find nothing to do do nothing.
 from __future__ import annotations
 
 import logging
+import math
 
 import hypothesis.strategies as st
 import pytest
@@ -34,6 +35,7 @@ from pynixlkv.testing import FakeAgent
 MODEL = Model(layers=2, kv_heads=2, dim=2)
 NUM_BLOCKS = 12
 LEASE_S, BEAT_S, TIMEOUT_S = 30.0, 5.0, 20.0
+GAP_S = 2.0  # all longer ones are pauses of an engine's process
 FAULTY = st.sampled_from(["P", "D"])
 RANK = st.integers(0, 1)
 PICK = st.integers(0, 1 << 16)
@@ -92,9 +94,10 @@ class KitMachine(RuleBasedStateMachine):
         mode=st.sampled_from(["pull", "push"]),
         tp=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]),
         block_sizes=st.sampled_from([(4, 4), (4, 8), (8, 4)]),
+        longest_gap=st.sampled_from([math.inf, GAP_S]),
     )
-    def begin_world(self, mode, tp, block_sizes):
-        self.mode = mode
+    def begin_world(self, mode, tp, block_sizes, longest_gap):
+        self.mode, self.longest_gap = mode, longest_gap
         self.world = PoisoningWorld(
             mode,
             lease_duration=LEASE_S,
@@ -118,7 +121,13 @@ class KitMachine(RuleBasedStateMachine):
             self.begin_engine(role)
 
     def begin_engine(self, role):
-        self.world.engine(self.alias[role], MODEL, num_blocks=NUM_BLOCKS, **self.options[role])
+        self.world.engine(
+            self.alias[role],
+            MODEL,
+            num_blocks=NUM_BLOCKS,
+            longest_gap=self.longest_gap,
+            **self.options[role],
+        )
 
     @property
     def p(self):
@@ -423,11 +432,12 @@ class KitMachine(RuleBasedStateMachine):
             self.p.hand_over(f"p{number}", is_complete=False)
         for request_id in self.queued:  # they would be waited for
             self.d.finish(request_id)
-        for _ in range(40):
+        step = min(BEAT_S, 0.75 * self.longest_gap)
+        for _ in range(int(40 * BEAT_S / step)):
             self.quiet()
             if not self.open and not self.p.requests:
                 break
-            self.world.clock.now += BEAT_S
+            self.world.clock.now += step
         self.quiet()
         self.nothing_writes_into_free_blocks()
         assert not self.open, f"{self.open} have no end"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 from toy_engine import Model, ToyRequest
@@ -31,13 +33,23 @@ from pynixlkv.errors import (
 from pynixlkv.testing import FakeAgent
 
 MLA = Model(kv_heads=None)
+BLOCKS_OF_16 = {"block_size": 16}
+BEATS_10 = {"lease_duration": 30, "heartbeat_interval": 10}
+BEATS_5 = {"lease_duration": 30, "heartbeat_interval": 5}
 
 
-def pair(world, *, model=None, producer=None, consumer=None):
-    return (
-        world.engine("P", model, **(producer or {})),
-        world.engine("D", model, **(consumer or {})),
-    )
+@contextlib.contextmanager
+def pair(mode="pull", *, model=None, producer=None, consumer=None, **config):
+    """A world with a producer P and a consumer D."""
+    with World(mode, **config) as world:
+        prefill = world.engine("P", model, **(producer or {}))
+        yield world, prefill, world.engine("D", model, **(consumer or {}))
+
+
+def connect(world, prefill, decode):
+    """Let one short request, d0, connect the engines."""
+    start(world, decode, prefill.prefill("p0", 7, 4), request_id="d0", num_tokens=4)
+    world.until(received(world, "d0"))
 
 
 def start(world, decode, params, *, request_id="d1", prompt=7, num_tokens=13, num_computed=0):
@@ -62,21 +74,23 @@ def errors(world, request_id="d1", engine_id="D"):
 
 
 def test_a_full_prefix_hit_releases_the_producer_once():
-    with World() as world:
-        prefill, decode = pair(world)
+    with pair() as (world, prefill, decode):
         inbox = world.listen("P")
         params = prefill.prefill("p1", 7, 12)
         assert start(world, decode, params, num_tokens=12, num_computed=12) == 0
         world.until(sent(world))
         world.quiet()
         assert inbox.releases() == [(0, "p1")]
-        assert decode.ranks[0].worker.stats.snapshot().transfers == 0
+        assert decode.stats.transfers == 0
         assert decode.scheduler.num_receiving == 0
 
 
 def test_a_prompt_shorter_than_a_block_is_not_handed_over():
-    with World(partial_blocks=False) as world:
-        prefill, decode = pair(world, producer={"block_size": 16}, consumer={"block_size": 16})
+    with pair(partial_blocks=False, producer=BLOCKS_OF_16, consumer=BLOCKS_OF_16) as (
+        world,
+        prefill,
+        decode,
+    ):
         free = list(prefill.free)
         inbox = world.listen("P")
         assert prefill.prefill("p1", 7, 5) is None
@@ -101,10 +115,8 @@ def test_only_whole_blocks_of_all_groups_are_handed_over():
 
 
 def test_notices_carry_the_producers_request_id():
-    with World() as world:
-        prefill, decode = pair(
-            world, model=MLA, producer={"tp": 2, "axes": "BND"}, consumer={"axes": "BND"}
-        )
+    producer, consumer = {"tp": 2, "axes": "BND"}, {"axes": "BND"}
+    with pair(model=MLA, producer=producer, consumer=consumer) as (world, prefill, decode):
         inbox = world.listen("P")
         start(world, decode, prefill.prefill("r-aaaa", 7, 13), request_id="r-bbbb")
         world.until(received(world, "r-bbbb"))
@@ -114,8 +126,7 @@ def test_notices_carry_the_producers_request_id():
 
 
 def test_siblings_are_released_together():
-    with World() as world:
-        prefill, decode = pair(world)
+    with pair() as (world, prefill, decode):
         params = prefill.prefill("0_p", 7, 13, sibling_group="g")
         prefill.prefill("1_p", 7, 13, sibling_group="g")
         prefill.prefill("2_p", 8, 13)
@@ -127,8 +138,7 @@ def test_siblings_are_released_together():
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_a_reader_that_comes_after_expiry_finds_out(mode):
-    with World(mode, lease_duration=0.2) as world:
-        prefill, decode = pair(world)
+    with pair(mode, lease_duration=0.2) as (world, prefill, decode):
         params = prefill.prefill("p1", 7, 13)
         blocks = list(prefill.requests["p1"].blocks)
         world.round()
@@ -146,8 +156,8 @@ def test_a_reader_that_comes_after_expiry_finds_out(mode):
 
 
 def test_blocks_that_are_reused_while_they_are_read_are_found_out():
-    with World(lease_duration=0.2, heartbeat_interval=0.1, missed_heartbeats=100) as world:
-        prefill, decode = pair(world)
+    config = {"lease_duration": 0.2, "heartbeat_interval": 0.1, "missed_heartbeats": 100}
+    with pair(**config) as (world, prefill, decode):
         params = prefill.prefill("p1", 7, 13)
         blocks = list(prefill.requests["p1"].blocks)
         world.round()
@@ -166,8 +176,7 @@ def test_blocks_that_are_reused_while_they_are_read_are_found_out():
 
 
 def test_an_invented_lease_is_never_a_success():
-    with World(transfer_timeout=30) as world:
-        prefill, decode = pair(world)
+    with pair(transfer_timeout=30) as (world, prefill, decode):
         params = prefill.prefill("p1", 7, 13)
         world.round()
         slot, token = params["lease"].split("-")
@@ -186,8 +195,7 @@ def test_an_invented_lease_is_never_a_success():
 
 
 def test_log_records_name_the_request_and_the_peer(caplog):
-    with World(lease_duration=0.2) as world:
-        prefill, decode = pair(world)
+    with pair(lease_duration=0.2) as (world, prefill, decode):
         params = prefill.prefill("p1", 7, 13)
         world.round()
         world.clock.now += 0.4
@@ -199,14 +207,13 @@ def test_log_records_name_the_request_and_the_peer(caplog):
 
 
 def test_nothing_is_read_before_the_lease_is_granted():
-    with World() as world:
-        prefill, decode = pair(world)
+    with pair() as (world, prefill, decode):
         params = prefill.prefill("p1", 7, 13)
         blocks = prefill.requests["p1"].blocks
         prefill.ranks[0].poison(blocks)  # the device has not computed it yet
         prefill.event = FakeEvent()
         start(world, decode, params)
-        world.until(lambda: decode.ranks[0].worker.stats.snapshot().peers)
+        world.until(lambda: decode.stats.peers)
         world.quiet()
         assert not world.outcomes["D"].received
         prefill.ranks[0].write(7, blocks, range(13))
@@ -214,33 +221,31 @@ def test_nothing_is_read_before_the_lease_is_granted():
         world.pass_time(0.1)
         world.until(received(world))
         assert decode.holds("d1")
-        assert decode.ranks[0].worker.stats.snapshot().transfers == 1
+        assert decode.stats.transfers == 1
 
 
 def test_heartbeats_extend_a_lease_and_silence_ends_it():
-    with World(lease_duration=30, heartbeat_interval=10, transfer_timeout=1000) as world:
-        prefill, decode = pair(world)
+    with pair(**BEATS_10, transfer_timeout=1000) as (world, prefill, decode):
         params = prefill.prefill("p1", 7, 13)
         begin = world.clock.now
         decode.arrive("d1", 7, 13, params)  # queued, not scheduled
-        world.until(lambda: decode.ranks[0].worker.stats.snapshot().peers)
+        world.until(lambda: decode.stats.peers)
         world.quiet()
         for _ in range(10):
             world.pass_time(10)
         assert world.clock.now == begin + 100
         world.network.drop_notifications("P.0.0", 10**6)
         world.pass_time(29.9)
-        assert prefill.ranks[0].worker.stats.snapshot().live_leases == 1
+        assert prefill.stats.live_leases == 1
         world.pass_time(0.1)
         world.until(sent(world))
-        assert prefill.ranks[0].worker.stats.snapshot().leases == {"expired": 1}
+        assert prefill.stats.leases == {"expired": 1}
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("how", ["killed", "silent"])
 def test_a_dead_peer_fails_its_requests_and_can_come_back(mode, how):
-    with World(mode, lease_duration=30, heartbeat_interval=10, transfer_timeout=1000) as world:
-        prefill, decode = pair(world)
+    with pair(mode, **BEATS_10, transfer_timeout=1000) as (world, prefill, decode):
         params = prefill.prefill("p1", 7, 13)
         start(world, decode, params, request_id="d0", num_tokens=4)
         world.until(received(world, "d0"))
@@ -271,12 +276,11 @@ def test_a_dead_peer_fails_its_requests_and_can_come_back(mode, how):
 
 
 def test_a_waiting_request_is_aborted_while_nobody_hears_of_it():
-    with World(lease_duration=30, heartbeat_interval=10) as world:
-        prefill, decode = pair(world)
+    with pair(**BEATS_10) as (world, prefill, decode):
         params = prefill.prefill("p1", 7, 13)
         lease = Lease.parse(params["lease"])
         decode.arrive("d1", 7, 13, params)
-        world.until(lambda: decode.ranks[0].worker.stats.snapshot().peers)
+        world.until(lambda: decode.stats.peers)
         world.quiet()
         world.network.drop_notifications("P.0.0", 10**6)
         decode.finish("d1")
@@ -294,8 +298,7 @@ def test_a_waiting_request_is_aborted_while_nobody_hears_of_it():
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_a_request_that_is_rejected_unseen_is_released(mode):
-    with World(mode) as world:
-        prefill, decode = pair(world)
+    with pair(mode) as (world, prefill, decode):
         params = prefill.prefill("p1", 7, 13)
         info = RequestInfo("d1", 13, KVTransferParams.from_dict(params))
         assert decode.scheduler.request_finished(info, ((),), 0, is_complete=False) == (False, None)
@@ -305,8 +308,7 @@ def test_a_request_that_is_rejected_unseen_is_released(mode):
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_an_abort_before_the_workers_know_of_it_is_a_release(mode):
-    with World(mode) as world:
-        prefill, decode = pair(world)
+    with pair(mode) as (world, prefill, decode):
         inbox = world.listen("P")
         start(world, decode, prefill.prefill("p1", 7, 13))
         decode.finish("d1")
@@ -318,8 +320,7 @@ def test_an_abort_before_the_workers_know_of_it_is_a_release(mode):
 
 
 def test_nothing_is_received_into_blocks_that_a_step_still_uses():
-    with World() as world:
-        prefill, decode = pair(world)
+    with pair() as (world, prefill, decode):
         start(world, decode, prefill.prefill("p1", 7, 13))
         rank, blocks = decode.ranks[0], decode.requests["d1"].blocks
         decode.event = event = FakeEvent()
@@ -335,8 +336,7 @@ def test_nothing_is_received_into_blocks_that_a_step_still_uses():
 
 
 def test_a_step_that_fails_fails_what_waits_for_it():
-    with World() as world:
-        prefill, decode = pair(world)
+    with pair() as (world, prefill, decode):
         start(world, decode, prefill.prefill("p1", 7, 13))
         decode.event = FakeEvent()
         decode.event.error = RuntimeError("device lost")
@@ -345,10 +345,8 @@ def test_a_step_that_fails_fails_what_waits_for_it():
 
 
 def test_several_failures_of_a_request_are_one_end():
-    with World() as world:
-        prefill, decode = pair(world, producer={"tp": 2})
-        start(world, decode, prefill.prefill("p1", 7, 13), request_id="d0", num_tokens=4)
-        world.until(received(world, "d0"))
+    with pair(producer={"tp": 2}) as (world, prefill, decode):
+        connect(world, prefill, decode)
         params = prefill.prefill("p2", 7, 13)
 
         def stop(name):
@@ -359,19 +357,18 @@ def test_several_failures_of_a_request_are_one_end():
         start(world, decode, params)
         world.until(lambda: len(reads) == 2)
         world.network.resume("P.0.0")
-        world.until(lambda: decode.ranks[0].worker.stats.snapshot().transfer_failures)
+        world.until(lambda: decode.stats.transfer_failures)
         world.quiet()
         assert not world.outcomes["D"].failed  # the other may still move bytes
         world.network.resume("P.0.1")
         world.until(failed(world))
         world.quiet()  # the toy engine checks that nothing is reported twice
         assert world.end_of("D", "d1") == [EndState.FAILED]
-        assert decode.ranks[0].worker.stats.snapshot().ends == {"received": 1, "failed": 1}
+        assert decode.stats.ends == {"received": 1, "failed": 1}
 
 
 def test_a_completion_that_comes_twice_is_counted():
-    with World() as world:
-        prefill, _ = pair(world, consumer={"tp": 2})
+    with pair(consumer={"tp": 2}) as (world, prefill, _):
         params = prefill.prefill("p1", 7, 13)
         lease = Lease.parse(params["lease"])
         world.round()
@@ -395,8 +392,7 @@ def test_a_completion_that_comes_twice_is_counted():
 
 
 def test_a_push_that_ends_twice_is_received_once():
-    with World("push") as world:
-        prefill, decode = pair(world)
+    with pair("push") as (world, prefill, decode):
         inbox = world.listen("D")
         start(world, decode, prefill.prefill("p1", 7, 13))
         world.until(received(world))
@@ -407,10 +403,8 @@ def test_a_push_that_ends_twice_is_received_once():
 
 
 def test_a_failing_post_at_the_producer_is_told_at_once():
-    with World("push", lease_duration=30) as world:
-        prefill, decode = pair(world)
-        start(world, decode, prefill.prefill("p1", 7, 13), request_id="d0", num_tokens=4)
-        world.until(received(world, "d0"))
+    with pair("push", lease_duration=30) as (world, prefill, decode):
+        connect(world, prefill, decode)
         begin = world.clock.now
         params = prefill.prefill("p2", 7, 13)
         world.network.fail_next("D.0.0")
@@ -421,8 +415,7 @@ def test_a_failing_post_at_the_producer_is_told_at_once():
 
 
 def test_an_exception_in_a_message_handler_ends_the_request(monkeypatch):
-    with World("push") as world:
-        prefill, decode = pair(world)
+    with pair("push") as (world, prefill, decode):
         agent = prefill.ranks[0].agent
 
         def write(peer, *_args, **_options):
@@ -460,11 +453,9 @@ def test_a_peer_that_dies_takes_only_its_own_requests(mode):
 
 
 def test_a_failed_part_is_not_counted_as_loaded():
-    with World() as world:
-        prefill, decode = pair(world, producer={"tp": 4})
-        start(world, decode, prefill.prefill("p1", 7, 4), request_id="d0", num_tokens=4)
-        world.until(received(world, "d0"))
-        before = decode.ranks[0].worker.stats.snapshot().transfers
+    with pair(producer={"tp": 4}) as (world, prefill, decode):
+        connect(world, prefill, decode)
+        before = decode.stats.transfers
         params = prefill.prefill("p2", 7, 13)
 
         def stop(name):
@@ -477,21 +468,20 @@ def test_a_failed_part_is_not_counted_as_loaded():
         world.until(lambda: len(reads) == 4)
         for rank in (0, 1, 3):
             world.network.resume(f"P.0.{rank}")
-        world.until(lambda: decode.ranks[0].worker.stats.snapshot().transfers == before + 3)
+        world.until(lambda: decode.stats.transfers == before + 3)
         world.network.resume("P.0.2")
         world.until(failed(world))
-        stats = decode.ranks[0].worker.stats.snapshot()
+        stats = decode.stats
         assert stats.transfers == before + 3
         assert stats.transfer_failures == {"failed": 1}
         assert stats.ends == {"received": 1, "failed": 1}
 
 
 def test_a_producer_that_fails_before_the_transfer_says_so():
-    with World("push") as world:
-        prefill, decode = pair(world)
+    with pair("push") as (world, prefill, decode):
         # The consumer does not wait for the prefill: it knows only who makes it.
         start(world, decode, early_params(prefill, "p1"))
-        world.until(lambda: prefill.ranks[0].worker.stats.snapshot().pushes)
+        world.until(lambda: prefill.stats.pushes)
         info = RequestInfo("p1", 13, KVTransferParams(do_remote_decode=True))
         keeps, params = prefill.scheduler.request_finished(info, ((0, 1),), 8, is_complete=False)
         assert (keeps, params) == (False, None)
@@ -503,11 +493,9 @@ def test_a_producer_that_fails_before_the_transfer_says_so():
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_an_end_is_final_and_noise_is_harmless(mode):
-    with World(mode) as world:
-        prefill, decode = pair(world)
+    with pair(mode) as (world, prefill, decode):
         inbox = world.listen("D")
-        start(world, decode, prefill.prefill("p1", 7, 4), request_id="d0", num_tokens=4)
-        world.until(received(world, "d0"))
+        connect(world, prefill, decode)
         params = prefill.prefill("p2", 7, 13)
         slow = "P.0.0" if mode == "pull" else "D.0.0"
         world.network.set_delay(slow, 0.02)
@@ -535,8 +523,7 @@ def test_an_end_is_final_and_noise_is_harmless(mode):
 
 
 def test_a_lost_release_costs_a_lease_and_no_more():
-    with World(lease_duration=30) as world:
-        prefill, decode = pair(world)
+    with pair(lease_duration=30) as (world, prefill, decode):
         params = prefill.prefill("p1", 7, 13)
         world.before_reads("D", lambda name: world.network.drop_notifications(name, 10**6))
         start(world, decode, params)
@@ -548,14 +535,12 @@ def test_a_lost_release_costs_a_lease_and_no_more():
 
 @pytest.mark.parametrize("lost", ["attach", "push", "push end", "beat", "beat answer", "stop"])
 def test_no_single_lost_notice_hangs_a_push(lost):
-    with World("push", lease_duration=30, heartbeat_interval=5, transfer_timeout=60) as world:
-        prefill, decode = pair(world)
+    with pair("push", **BEATS_5, transfer_timeout=300) as (world, prefill, decode):
         at_p, at_d = world.listen("P"), world.listen("D")
         if lost == "attach":
             world.network.drop_notifications("P.0.0", 1)
         else:
-            start(world, decode, prefill.prefill("p0", 7, 4), request_id="d0", num_tokens=4)
-            world.until(received(world, "d0"))
+            connect(world, prefill, decode)
             world.quiet()
         params = prefill.prefill("p1", 7, 13)
         if lost == "beat":
@@ -592,11 +577,10 @@ def test_no_single_lost_notice_hangs_a_push(lost):
 
 
 def test_nothing_is_heard_from_the_producer_at_all():
-    with World("push", lease_duration=30, heartbeat_interval=5, transfer_timeout=12) as world:
-        prefill, decode = pair(world)
+    with pair("push", **BEATS_5, transfer_timeout=12) as (world, prefill, decode):
         world.network.drop_notifications("P.0.0", 10**6)
         start(world, decode, prefill.prefill("p1", 7, 13))
-        world.until(lambda: decode.ranks[0].worker.stats.snapshot().peers)
+        world.until(lambda: decode.stats.peers)
         world.pass_time(12)
         world.until(failed(world))
         assert isinstance(errors(world)[0], TransferTimeout)
@@ -619,10 +603,9 @@ def early_params(engine, request_id, **more):
 
 
 def test_blocks_that_are_appended_between_steps_are_sent_too():
-    with World("push") as world:
-        prefill, decode = pair(world)
+    with pair("push") as (world, prefill, decode):
         start(world, decode, early_params(prefill, "p1"), num_tokens=11)
-        world.until(lambda: prefill.ranks[0].worker.stats.snapshot().pushes)
+        world.until(lambda: prefill.stats.pushes)
         prefill.begin("p1", 7, 11)
         prefill.compute("p1", 8)
         world.until(lambda: decode.ranks[0].holds(7, decode.requests["d1"].blocks, range(8)))
@@ -639,8 +622,7 @@ def test_blocks_that_are_appended_between_steps_are_sent_too():
 
 
 def test_an_engine_that_does_not_serve_all_of_its_ranks_is_named():
-    with World() as world:
-        prefill, decode = pair(world, producer={"tp": 2})
+    with pair(producer={"tp": 2}) as (world, prefill, decode):
         full = world.book["P"]
         world.book["P"] = {(0, 0): full[0, 0]}
         start(world, decode, prefill.prefill("p1", 7, 13))
@@ -688,12 +670,10 @@ def test_block_tables_stay_small_on_the_wire():
 
 def test_the_number_of_descriptors_is_counted():
     layers = 48
-    with World() as world:
-        model = Model(layers=layers, kv_heads=1, dim=2)
-        prefill, decode = pair(world, model=model)
+    with pair(model=Model(layers=layers, kv_heads=1, dim=2)) as (world, prefill, decode):
         start(world, decode, prefill.prefill("p1", 7, 4), num_tokens=4)
         world.until(received(world))
-        assert decode.ranks[0].worker.stats.snapshot().descriptors == 2 * layers
+        assert decode.stats.descriptors == 2 * layers
 
 
 # ---- what happens on the way to the cases above
@@ -701,10 +681,8 @@ def test_the_number_of_descriptors_is_counted():
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_an_abort_while_bytes_move_is_reported_when_they_are_quiet(mode):
-    with World(mode) as world:
-        prefill, decode = pair(world)
-        start(world, decode, prefill.prefill("p0", 7, 4), request_id="d0", num_tokens=4)
-        world.until(received(world, "d0"))
+    with pair(mode) as (world, prefill, decode):
+        connect(world, prefill, decode)
         params = prefill.prefill("p1", 7, 13)
         if mode == "pull":
             reads = world.before_reads("D", world.network.pause)
@@ -729,10 +707,9 @@ def test_an_abort_while_bytes_move_is_reported_when_they_are_quiet(mode):
 
 
 def test_a_push_that_is_asked_for_in_an_earlier_life_is_not_written_in_the_next():
-    with World("push") as world:
-        prefill, decode = pair(world)
+    with pair("push") as (world, prefill, decode):
         start(world, decode, early_params(prefill, "p1"))
-        world.until(lambda: prefill.ranks[0].worker.stats.snapshot().pushes)
+        world.until(lambda: prefill.stats.pushes)
         world.kill("D")
         decode = world.engine("D")
         start(world, decode, prefill.prefill("p0", 3, 4), request_id="d0", prompt=3, num_tokens=4)
@@ -740,16 +717,15 @@ def test_a_push_that_is_asked_for_in_an_earlier_life_is_not_written_in_the_next(
         assert decode.holds("d0")
         prefill.prefill("p1", 7, 13)
         world.quiet()
-        assert not prefill.ranks[0].worker.stats.snapshot().pushes
+        assert not prefill.stats.pushes
         untouched = [b for b in range(16) if b not in decode.requests["d0"].blocks]
         assert (decode.ranks[0].read(untouched, range(4 * len(untouched))) == 0xDEAD).all()
 
 
 def test_a_request_that_is_preempted_is_pushed_anew():
-    with World("push") as world:
-        prefill, decode = pair(world)
+    with pair("push") as (world, prefill, decode):
         start(world, decode, early_params(prefill, "p1"), num_tokens=12)
-        world.until(lambda: prefill.ranks[0].worker.stats.snapshot().pushes)
+        world.until(lambda: prefill.stats.pushes)
         prefill.begin("p1", 7, 12)
         prefill.compute("p1", 8)
         world.network.pause("D.0.0")
@@ -771,10 +747,9 @@ def test_a_request_that_is_preempted_is_pushed_anew():
 @pytest.fixture
 def pushing():
     """A world with a producer that is asked for a request before it begins, and a consumer."""
-    with World("push") as world:
-        prefill, decode = pair(world)
+    with pair("push") as (world, prefill, decode):
         start(world, decode, early_params(prefill, "p1"), num_tokens=12)
-        world.until(lambda: prefill.ranks[0].worker.stats.snapshot().pushes)
+        world.until(lambda: prefill.stats.pushes)
         prefill.begin("p1", 7, 12)
         yield world, prefill, decode
 
@@ -808,7 +783,7 @@ def test_a_layer_is_written_when_the_device_has_finished_it(pushing):
     assert prefill.hand_over("p1")
     world.until(received(world))
     assert decode.holds("d1")
-    assert prefill.ranks[0].worker.stats.snapshot().transfers == 4  # two chunks of two layers
+    assert prefill.stats.transfers == 4  # two chunks of two layers
 
 
 def test_layers_whose_blocks_are_taken_away_are_not_written(pushing):
@@ -853,10 +828,8 @@ def test_a_layer_that_fails_on_the_device_fails_its_requests(pushing):
 
 
 def test_an_engine_that_moves_to_another_address_is_found_there():
-    with World() as world:
-        prefill, decode = pair(world)
-        start(world, decode, prefill.prefill("p0", 7, 13), request_id="d0")
-        world.until(received(world, "d0"))
+    with pair() as (world, prefill, decode):
+        connect(world, prefill, decode)
         world.kill("P")
         prefill = world.engine("P")
         prefill.scheduler.address = ("elsewhere", 1)
@@ -866,11 +839,10 @@ def test_an_engine_that_moves_to_another_address_is_found_there():
 
 
 def test_an_address_with_a_new_tenant_fails_what_waits_for_the_old_one():
-    with World("push", transfer_timeout=1000) as world:
-        prefill, decode = pair(world)
+    with pair("push", transfer_timeout=1000) as (world, prefill, decode):
         address = prefill.scheduler.address
         start(world, decode, early_params(prefill, "p1"))
-        world.until(lambda: prefill.ranks[0].worker.stats.snapshot().pushes)
+        world.until(lambda: prefill.stats.pushes)
         world.kill("P")
         successor = world.engine("P2")
         successor.scheduler.address = address
@@ -880,14 +852,12 @@ def test_an_address_with_a_new_tenant_fails_what_waits_for_the_old_one():
 
 
 def test_consumers_that_are_silent_for_long_are_forgotten_and_may_come_back():
-    with World("push", peer_ttl=100, lease_duration=30) as world:
-        prefill, decode = pair(world)
-        start(world, decode, prefill.prefill("p0", 7, 13), request_id="d0")
-        world.until(received(world, "d0"))
+    with pair("push", peer_ttl=100, lease_duration=30) as (world, prefill, decode):
+        connect(world, prefill, decode)
         world.quiet()
-        assert prefill.ranks[0].worker.stats.snapshot().consumers == 1
+        assert prefill.stats.consumers == 1
         world.pass_time(101)
-        assert not prefill.ranks[0].worker.stats.snapshot().consumers
+        assert not prefill.stats.consumers
         start(world, decode, prefill.prefill("p1", 7, 13))
         world.quiet()
         world.pass_time(5, 2)
@@ -904,7 +874,7 @@ def test_shutdown_waits_for_handshakes_since_they_hold_the_agent():
 
     with World() as world:
         world._fetch = fetch
-        prefill, decode = pair(world)
+        prefill, decode = world.engine("P"), world.engine("D")
         start(world, decode, prefill.prefill("p1", 7, 13))
         world.round()
         assert asked.wait(DEADLINE_S)
@@ -931,16 +901,14 @@ def test_messages_are_short_enough_whatever_they_list():
 
 def test_more_leases_are_checked_than_there_are_words(monkeypatch):
     monkeypatch.setattr("pynixlkv.connector.worker._LEASE_BUFFER_WORDS", 3)
-    with World() as world:
-        many = 40
-        prefill, decode = pair(
-            world, producer={"num_blocks": 4 * many}, consumer={"num_blocks": 4 * many}
-        )
+    many = 40
+    blocks = {"num_blocks": 4 * many}
+    with pair(producer=blocks, consumer=blocks) as (world, prefill, decode):
         for i in range(many):
             start(world, decode, prefill.prefill(f"p{i}", i, 13), request_id=f"d{i}", prompt=i)
         world.until(lambda: len(world.outcomes["D"].received) == many)
         assert all(decode.holds(f"d{i}") for i in range(many))
-        assert decode.ranks[0].worker.stats.snapshot().lease_checks == 0
+        assert decode.stats.lease_checks == 0
         world.until(lambda: len(world.outcomes["P"].sent) == many)
 
 
@@ -954,12 +922,9 @@ def test_a_hand_off_that_cannot_be_cut_takes_no_lease():
 
 
 def test_a_request_that_the_workers_cannot_begin_has_an_end_all_the_same(caplog):
-    with World() as world:
-        prefill, decode = pair(world)
+    with pair() as (world, prefill, decode):
         params = prefill.prefill("p1", 7, 13)
-        broken = KVTransferParams(
-            **vars_of(KVTransferParams.from_dict(params)) | {"lease": "nonsense"}
-        )
+        broken = msgspec.structs.replace(KVTransferParams.from_dict(params), lease="nonsense")
         decode.requests["d1"] = ToyRequest(RequestInfo("d1", 13, broken), 7, [])
         decode.schedule("d1")
         start(world, decode, params, request_id="d2")
@@ -967,7 +932,3 @@ def test_a_request_that_the_workers_cannot_begin_has_an_end_all_the_same(caplog)
         assert "nonsense" in str(errors(world)[0])
         world.until(received(world, "d2"))
         caplog.clear()
-
-
-def vars_of(params):
-    return {name: getattr(params, name) for name in params.__struct_fields__}

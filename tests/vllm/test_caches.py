@@ -63,7 +63,7 @@ def test_one_group():
     assert block_table_index == {"0:model.layers.#.self_attn.attn": 0}
     assert group.layers == (0, 1)
     assert (group.block_size, group.num_blocks, group.kv_heads) == (16, BLOCKS, 4)
-    assert (group.head_dim, group.has_values, group.indivisible) == (64, False, "")
+    assert (group.head_dim, group.has_values, group.opaque_axes) == (64, False, "")
     assert group_specs(kv_config, 1) == [GroupSpec(16, window=None, null_block=0)]
 
 
@@ -122,7 +122,7 @@ def test_opaque_pages_do_not_plan_against_others():
     ours, _ = describe(config((names(0), spec)), {names(0)[0]: tensor(spec)}, is_opaque=True)
     theirs, _ = describe(config((names(0), other)), {names(0)[0]: tensor(other)}, is_opaque=True)
     TransferPlan(ours.geometry, ours.geometry)
-    with pytest.raises(ConfigError, match=r"indivisible|opaque"):
+    with pytest.raises(ConfigError, match=r"opaque_axes|opaque"):
         TransferPlan(ours.geometry, theirs.geometry)
 
 

@@ -1,6 +1,7 @@
-#include "transfer/doorbell.hpp"
+#include "transfer/wake_socket.hpp"
 
 #include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -34,7 +35,7 @@ std::pair<sockaddr_un, socklen_t> address_of(const std::string& incarnation) {
 
 }  // namespace
 
-Doorbell::Doorbell(const std::string& incarnation)
+WakeSocket::WakeSocket(const std::string& incarnation)
     : fd_(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)) {
     const auto [address, length] = address_of(incarnation);
     if (fd_ < 0 || ::bind(fd_, reinterpret_cast<const sockaddr*>(&address), length) != 0) {
@@ -42,26 +43,26 @@ Doorbell::Doorbell(const std::string& incarnation)
         if (fd_ >= 0) {
             ::close(fd_);
         }
-        throw Error("StateError", "the agent's doorbell socket could not be made: " + reason);
+        throw Error("StateError", "the agent's wake socket could not be made: " + reason);
     }
 }
 
-Doorbell::~Doorbell() {
+WakeSocket::~WakeSocket() {
     ::close(fd_);
 }
 
-bool Doorbell::take() const noexcept {
+bool WakeSocket::take() const noexcept {
     std::array<char, 1> nothing{};
-    bool rung = false;
+    bool woken = false;
     while (::recv(fd_, nothing.data(), nothing.size(), 0) >= 0) {
-        rung = true;
+        woken = true;
     }
-    return rung;
+    return woken;
 }
 
-bool Doorbell::ring(const std::string& incarnation) const noexcept {
+bool WakeSocket::wake_peer(const std::string& incarnation) const noexcept {
     const auto [address, length] = address_of(incarnation);
-    // A full queue means that the other side has rings enough to wake up from.
+    // A full queue is as good: the peer has a datagram to wake up from.
     return ::sendto(fd_, "", 0, MSG_NOSIGNAL, reinterpret_cast<const sockaddr*>(&address),
                     length) >= 0 ||
            errno == EAGAIN;
