@@ -181,21 +181,21 @@ def bench(
     process. Exit status is 0 only if no run failed and every byte that was compared is right.
     """
     from pynixlkv.cli.bench.plot import check_plot, draw
-    from pynixlkv.cli.bench.run import BenchOptions, run_bench
+    from pynixlkv.cli.bench.run import run_bench
 
-    options = BenchOptions(
-        transports=tuple(transport) if transport else None,
-        quick=quick,
-        timeout_s=timeout,
-        fault=fault,
-    )
     signal.signal(signal.SIGTERM, _exit_on_terminate)
     failure: PynixlkvError | None = None
     with _progress() as on_progress:
         try:
             if plot is not None:
                 check_plot(plot)
-            report = run_bench(options, on_progress)
+            report = run_bench(
+                transport or None,
+                quick=quick,
+                timeout_s=timeout,
+                fault=fault,
+                on_progress=on_progress,
+            )
         except PynixlkvError as error:
             failure = error
     if failure is not None:

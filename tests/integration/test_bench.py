@@ -105,7 +105,7 @@ def test_a_flipped_bit_fails_the_command(monkeypatch):
     series = (Series.memcpy, Series.binding)
     report = measure(Case("self", "get", "scattered", 4 * KIB, 16, 8, series, fault=Fault.byte))
     assert [each.wrong_bytes for each in report.cases[0].series] == [2, 2]  # first and last round
-    monkeypatch.setattr("pynixlkv.cli.bench.run.run_bench", lambda *_: report)
+    monkeypatch.setattr("pynixlkv.cli.bench.run.run_bench", lambda *_, **options: report)
     done = invoke()
     assert done.exit_code == 1
     assert "FAILED: self" in done.stdout
