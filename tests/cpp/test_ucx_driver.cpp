@@ -209,7 +209,7 @@ TEST_CASE("connections by socket address carry messages and end when the peer cl
     const auto there =
         ucx::Endpoint::connect(client, ucx::SocketAddress("127.0.0.1", listener->port()));
     const std::string data = "by socket address";
-    const auto sent = ucx::Submission::start(
+    const auto sent = ucx::Request::start(
         there, "ucp_am_send_nbx", {},
         [&](ucx::Completion& completion) { there->send(completion, 3, "h", data); });
     std::shared_ptr<ucx::Endpoint> here;
