@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
 
-from pynixlkv import _native
 from pynixlkv._arrays import integers
 from pynixlkv._closeable import Closeable
 from pynixlkv._secret import check_secret
@@ -40,8 +39,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from pynixlkv import _native
     from pynixlkv.geometry import KVCache
-    from pynixlkv.plan import BlockTables, TransferPlan
+    from pynixlkv.plan import TransferPlan
 
 __all__ = [
     "CLOSE_TIMEOUT_S",
@@ -161,9 +161,6 @@ class Agent(Closeable, ABC):
         self._native = self._start(name, self._incarnation)
         self._completions = Completions(self._native)
         self._registrations: dict[int, Registration] = {}
-        self._programs: weakref.WeakKeyDictionary[TransferPlan, _native.transfer.Plan] = (
-            weakref.WeakKeyDictionary()
-        )
         self._close_lock = threading.Lock()
         self._closed = False
         _keeper.add(self)
@@ -415,21 +412,13 @@ class Agent(Closeable, ABC):
         op: Operation,
         peer: Peer,
         plan: TransferPlan,
-        tables: BlockTables,
+        tables: _native.kv.BlockTables,
         notify: bytes | None,
         timeout: float,
     ) -> Transfer:
         _check_message(notify)
         self._check_plan(peer, plan)
-        native = self._native.submit_plan(
-            int(op),
-            peer._native,
-            self._program(plan),
-            tables.ids,
-            tables.headers,
-            notify,
-            timeout,
-        )
+        native = self._native.submit_plan(int(op), peer._native, tables, notify, timeout)
         return self._transfer(native, peer)
 
     def read_descriptors(
@@ -501,12 +490,6 @@ class Agent(Closeable, ABC):
 
     def _cancel(self, native: _native.transfer.Transfer) -> None:
         self._native.cancel(native)
-
-    def _program(self, plan: TransferPlan) -> _native.transfer.Plan:
-        program = self._programs.get(plan)
-        if program is None:
-            program = self._programs[plan] = _native.transfer.Plan(plan.program)
-        return program
 
     def _check_plan(self, peer: Peer, plan: TransferPlan) -> None:
         if plan in peer._plans:

@@ -20,8 +20,8 @@ __all__ = ["MAX_BYTES", "VERSION", "seal", "unseal"]
 
 MAGIC = b"PNKV"
 VERSION = 2
-"""Version of the envelope and of every body in one. History: 1 = first; 2 = geometries of a hello
-without an envelope of their own, `transfer_backend`."""
+"""The one version of everything that two processes exchange: envelopes, handshakes, notifications.
+History: 1 = first; 2 = geometries of a hello without an envelope, `transfer_backend`."""
 
 MAX_BYTES = 64 << 20
 """Longest message that is looked at: a hello of 1,000 regions on NIXL needs about 100 KB."""

@@ -15,11 +15,12 @@
 #include "bindings/bind.hpp"
 #include "bindings/py_shared.hpp"
 #include "bindings/py_wait.hpp"
-#include "kv/plan.hpp"
+#include "kv/expansion.hpp"
 #include "nixl/driver.hpp"
 #include "nixl/library.hpp"
 #include "transfer/agent.hpp"
 #include "transfer/fake_driver.hpp"
+#include "transfer/plan_source.hpp"
 #include "ucx/driver.hpp"
 
 namespace py = pybind11;
@@ -42,7 +43,6 @@ using transfer::TimePoint;
 using transfer::Transfer;
 
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
-using IdArray = py::array_t<std::int64_t, py::array::c_style>;
 using RowArray = py::array_t<std::uint64_t, py::array::c_style>;
 
 std::vector<Row> copy_rows(const RowArray& array) {
@@ -117,68 +117,12 @@ std::shared_ptr<Transfer> submit_descriptors(Agent& agent, int op, std::shared_p
     return agent.submit(std::move(submission));
 }
 
-/// A plan, and what preparing its rows would take.
-struct NativePlan {
-    explicit NativePlan(std::span<const std::uint64_t> program)
-        : plan(kv::Plan::from_words(program)), can_prepare(plan.can_prepare()) {
-        const auto sizes = plan.prepared_sizes();
-        pool_size = sizes[0] + sizes[1];
-    }
-
-    const kv::Plan plan;
-    const bool can_prepare;
-    std::size_t pool_size;
-};
-
-/// A plan with block tables that own their numbers, for the agent's thread.
-class PlanSource final : public transfer::DescriptorSource {
-  public:
-    PlanSource(std::shared_ptr<const NativePlan> plan, const IdArray& ids, const IdArray& headers)
-        : plan_(std::move(plan)),
-          ids_(ids.data(), ids.data() + ids.size()),
-          headers_(headers.data(), headers.data() + headers.size()) {}
-
-    [[nodiscard]] std::vector<kv::Table> tables() const {
-        return kv::tables_from_flat(ids_, headers_);
-    }
-
-    void expand(std::vector<Row>& local, std::vector<Row>& remote) const override {
-        plan_->plan.expand(tables(), local, remote);
-    }
-    [[nodiscard]] std::shared_ptr<const void> pool() const override {
-        return plan_->can_prepare ? plan_ : nullptr;
-    }
-    [[nodiscard]] std::size_t pool_size() const override { return plan_->pool_size; }
-    void pool_rows(std::vector<Row>& local, std::vector<Row>& remote) const override {
-        local = plan_->plan.prepared_rows(kv::Side::kLocal);
-        remote = plan_->plan.prepared_rows(kv::Side::kRemote);
-    }
-    [[nodiscard]] std::optional<std::size_t> num_indices() const override {
-        return plan_->plan.num_indices(tables());
-    }
-    void expand_indices(std::vector<std::int32_t>& local,
-                        std::vector<std::int32_t>& remote) const override {
-        plan_->plan.expand_indices(tables(), local, remote);
-    }
-
-  private:
-    const std::shared_ptr<const NativePlan> plan_;
-    const std::vector<std::int64_t> ids_;
-    const std::vector<std::int64_t> headers_;
-};
-
 std::shared_ptr<Transfer> submit_plan(Agent& agent, int op, std::shared_ptr<Peer> peer,
-                                      const std::shared_ptr<NativePlan>& plan, const IdArray& ids,
-                                      const IdArray& headers, std::optional<Bytes> notify,
-                                      double timeout) {
+                                      const std::shared_ptr<kv::BlockTables>& tables,
+                                      std::optional<Bytes> notify, double timeout) {
     Submission submission = make_submission(op, std::move(peer), std::move(notify), timeout);
-    const auto source = std::make_shared<const PlanSource>(plan, ids, headers);
     const py::gil_scoped_release release;
-    plan->plan.check(source->tables(),
-                     submission.op == Op::kRead ? kv::Side::kLocal : kv::Side::kRemote);
-    submission.local_extents = plan->plan.extents(kv::Side::kLocal);
-    submission.remote_extents = plan->plan.extents(kv::Side::kRemote);
-    submission.source = source;
+    transfer::set_plan(submission, tables);
     return agent.submit(std::move(submission));
 }
 
@@ -201,12 +145,6 @@ void bind_transfer(py::module_ m) {
         .def_property_readonly("name", &Peer::name)
         .def_property_readonly("generation", &Peer::generation)
         .def_property_readonly("state", [](const Peer& p) { return static_cast<int>(p.state()); });
-
-    py::classh<NativePlan>(m, "Plan").def(
-        py::init([](const py::array_t<std::uint64_t, py::array::c_style>& program) {
-            const auto size = static_cast<std::size_t>(program.size());
-            return std::make_shared<NativePlan>(std::span(program.data(), size));
-        }));
 
     using transfer::TransferStats;
     py::classh<TransferStats>(m, "TransferStats")
@@ -279,8 +217,8 @@ void bind_transfer(py::module_ m) {
         .def("disconnect", &Agent::disconnect, ReleaseGil(), py::arg("peer"))
         .def("submit_descriptors", &submit_descriptors, py::arg("op"), py::arg("peer"),
              py::arg("local"), py::arg("remote"), py::arg("notify"), py::arg("timeout"))
-        .def("submit_plan", &submit_plan, py::arg("op"), py::arg("peer"), py::arg("plan"),
-             py::arg("ids"), py::arg("headers"), py::arg("notify"), py::arg("timeout"))
+        .def("submit_plan", &submit_plan, py::arg("op"), py::arg("peer"), py::arg("tables"),
+             py::arg("notify"), py::arg("timeout"))
         .def("cancel", &Agent::cancel, ReleaseGil(), py::arg("transfer"))
         .def("watch", &Agent::watch, ReleaseGil(), py::arg("transfer"))
         .def("take_completed", &Agent::take_completed, ReleaseGil())

@@ -10,6 +10,7 @@ import typing
 import numpy
 import numpy.typing
 
+import pynixlkv._native.kv
 import pynixlkv._native.nixl
 import pynixlkv._native.ucx
 
@@ -17,7 +18,6 @@ __all__: list[str] = [
     "Agent",
     "FakeNetwork",
     "Peer",
-    "Plan",
     "Registration",
     "Transfer",
     "TransferStats",
@@ -64,9 +64,7 @@ class Agent:
         self,
         op: typing.SupportsInt | typing.SupportsIndex,
         peer: Peer,
-        plan: Plan,
-        ids: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
-        headers: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
+        tables: pynixlkv._native.kv.BlockTables,
         notify: bytes | None,
         timeout: typing.SupportsFloat | typing.SupportsIndex,
     ) -> Transfer: ...
@@ -112,9 +110,6 @@ class Peer:
     def name(self) -> str: ...
     @property
     def state(self) -> int: ...
-
-class Plan:
-    def __init__(self, arg0: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64]) -> None: ...
 
 class Registration:
     @property

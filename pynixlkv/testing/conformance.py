@@ -38,7 +38,8 @@ from pynixlkv.errors import (
     WireError,
 )
 from pynixlkv.plan import TransferPlan
-from pynixlkv.testing.remote import Pool, random_bytes
+from pynixlkv.testing.contents import random_bytes
+from pynixlkv.testing.remote import Pool
 from pynixlkv.types import TransferState
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AgentConformance", "HungPeerConformance", "rows"]
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 """Longest wait for something that must happen."""
 
 

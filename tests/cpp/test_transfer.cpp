@@ -14,6 +14,7 @@
 #include "check.hpp"
 #include "transfer/agent.hpp"
 #include "transfer/fake_driver.hpp"
+#include "transfer/plan_source.hpp"
 
 using namespace pynixlkv;
 using namespace pynixlkv::transfer;
@@ -86,47 +87,39 @@ struct Pair {
     std::shared_ptr<Peer> peer;
 };
 
-/// Blocks of a pair; block i here meets block i there.
-class BlockSource final : public DescriptorSource {
+kv::Geometry geometry_of(std::vector<unsigned char>& pool) {
+    kv::Group group{1, {pool.size() / kBlock}};
+    group.regions = {{0, address(pool.data()), {}}};
+    group.regions[0].axes[kv::kBlock] = {0, pool.size() / kBlock, kBlock};
+    group.regions[0].axes[kv::kDim] = {0, kBlock, 1};
+    return kv::checked({{Pair::span(pool).row}, {group}});
+}
+
+/// Read blocks by a plan; block i here meets block i there.
+Submission plan_request(const Pair& pair, const std::shared_ptr<const kv::Plan>& plan,
+                        const std::vector<std::int64_t>& blocks) {
+    Submission r = pair.request(Op::kRead, {});
+    const kv::Table table{blocks, blocks};
+    set_plan(r, std::make_shared<const kv::BlockTables>(plan, std::span(&table, 1)));
+    return r;
+}
+
+/// One pair of rows that are made when `ready` says so.
+class LateSource final : public DescriptorSource {
   public:
-    BlockSource(const Pair& pair, std::vector<std::size_t> blocks,
-                std::shared_ptr<const void> shared = nullptr, std::shared_future<void> ready = {})
-        : pair_(pair),
-          blocks_(std::move(blocks)),
-          pool_(std::move(shared)),
-          ready_(std::move(ready)) {}
+    LateSource(Row local, Row remote, std::shared_future<void> ready)
+        : local_(local), remote_(remote), ready_(std::move(ready)) {}
 
     void expand(std::vector<Row>& local, std::vector<Row>& remote) const override {
-        if (ready_.valid()) ready_.wait();
-        local.clear();
-        remote.clear();
-        for (const std::size_t block : blocks_) {
-            local.push_back(pair_.row_a(block));
-            remote.push_back(pair_.row_b(block));
-        }
-    }
-    std::shared_ptr<const void> pool() const override { return pool_; }
-    std::size_t pool_size() const override { return 64; }
-    void pool_rows(std::vector<Row>& local, std::vector<Row>& remote) const override {
-        for (std::size_t block = 0; block < 64; ++block) {
-            local.push_back(pair_.row_a(block));
-            remote.push_back(pair_.row_b(block));
-        }
-    }
-    std::optional<std::size_t> num_indices() const override { return blocks_.size(); }
-    void expand_indices(std::vector<std::int32_t>& local,
-                        std::vector<std::int32_t>& remote) const override {
-        for (const std::size_t block : blocks_) {
-            local.push_back(static_cast<std::int32_t>(block));
-            remote.push_back(static_cast<std::int32_t>(block));
-        }
+        ready_.wait();
+        local = {local_};
+        remote = {remote_};
     }
 
   private:
-    const Pair& pair_;
-    const std::vector<std::size_t> blocks_;
-    const std::shared_ptr<const void> pool_;
-    const std::shared_future<void> ready_;  ///< what `expand` waits for, if valid
+    const Row local_;
+    const Row remote_;
+    const std::shared_future<void> ready_;
 };
 
 template <class F>
@@ -178,11 +171,9 @@ TEST_CASE("rows are made on the agent's thread and cut into batches") {
     options.batch_bytes = 16;
     options.batch_rows = 2;
     Pair p(options);
-    Submission r = p.request(Op::kRead, {});
-    r.local_extents = {{address(p.pool_a.data()), p.pool_a.size(), 0}};
-    r.remote_extents = {{address(p.pool_b.data()), p.pool_b.size(), 0}};
-    r.source = std::make_shared<BlockSource>(p, std::vector<std::size_t>{1});
-    const auto t = p.a->submit(r);
+    const auto plan =
+        std::make_shared<const kv::Plan>(geometry_of(p.pool_a), geometry_of(p.pool_b));
+    const auto t = p.a->submit(plan_request(p, plan, {1}));
     CHECK(t->wait(in(kHang)));
     CHECK_EQ(t->stats().batches, kBlock / 16);
     CHECK_EQ(t->stats().bytes_done, kBlock);
@@ -193,17 +184,14 @@ TEST_CASE("rows that keep coming are prepared once that pays, and move the same 
     AgentOptions options;
     options.batch_rows = 5;
     Pair p(options);
-    const auto pool = std::make_shared<int>(0);
+    const auto plan =
+        std::make_shared<const kv::Plan>(geometry_of(p.pool_a), geometry_of(p.pool_b));
     bool prepared = false;
-    for (std::size_t turn = 0; turn < 20; ++turn) {
+    for (int turn = 0; turn < 40; ++turn) {
         std::fill(p.pool_a.begin(), p.pool_a.end(), static_cast<unsigned char>(0));
-        std::vector<std::size_t> blocks;
-        for (std::size_t i = 0; i < 16; ++i) blocks.push_back((i * 7 + turn) % 64);
-        Submission r = p.request(Op::kRead, {});
-        r.local_extents = {{address(p.pool_a.data()), p.pool_a.size(), 0}};
-        r.remote_extents = {{address(p.pool_b.data()), p.pool_b.size(), 0}};
-        r.source = std::make_shared<BlockSource>(p, blocks, pool);
-        const auto t = p.a->submit(r);
+        std::vector<std::int64_t> blocks;
+        for (int i = 0; i < 16; ++i) blocks.push_back((i * 4 + turn) % 64);
+        const auto t = p.a->submit(plan_request(p, plan, blocks));
         CHECK(t->wait(in(kHang)));
         CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kDone));
         CHECK_EQ(t->stats().bytes_done, 16 * kBlock);
@@ -211,7 +199,7 @@ TEST_CASE("rows that keep coming are prepared once that pays, and move the same 
         CHECK(!prepared || t->stats().prepared);
         prepared = t->stats().prepared;
         for (std::size_t block = 0; block < 64; ++block) {
-            const bool wanted = std::find(blocks.begin(), blocks.end(), block) != blocks.end();
+            const bool wanted = static_cast<int>(block % 4) == turn % 4;
             const int expected = wanted ? p.pool_b[block * kBlock + 5] : 0;
             CHECK_EQ(int{p.pool_a[block * kBlock + 5]}, expected);
         }
@@ -395,8 +383,8 @@ TEST_CASE("deadlines do not count the time in which the agent's thread did not r
     Pair p;
     std::promise<void> go_on;
     Submission blocks = p.request(Op::kRead, {0}, kHang);
-    blocks.source = std::make_shared<BlockSource>(p, std::vector<std::size_t>{0}, nullptr,
-                                                  go_on.get_future().share());
+    blocks.source =
+        std::make_shared<LateSource>(p.row_a(0), p.row_b(0), go_on.get_future().share());
     const auto first = p.a->submit(std::move(blocks));
     // Nothing can become of this one before its deadline has passed.
     const auto second = p.a->submit(p.request(Op::kRead, {1}, 1s));

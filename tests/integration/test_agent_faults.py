@@ -16,7 +16,8 @@ from pynixlkv.agent import num_quarantined_agents
 from pynixlkv.errors import HandshakeError, PeerLostError, TransferError
 from pynixlkv.nixl import NixlAgent
 from pynixlkv.testing.conformance import rows
-from pynixlkv.testing.remote import Pool, ProcessRemote, random_bytes
+from pynixlkv.testing.contents import random_bytes
+from pynixlkv.testing.remote import Pool, ProcessRemote
 from pynixlkv.ucx import UcxAgent
 
 BACKENDS = {
@@ -25,6 +26,7 @@ BACKENDS = {
     "ucx, same-host copies": UcxAgent,
     "ucx, tcp": functools.partial(UcxAgent, config={"TLS": "tcp"}),
 }
+WAIT_S = 60.0
 GUARD = 4096
 SIZE = 32 << 20
 
@@ -66,9 +68,8 @@ def test_a_peer_killed_at_random_moments_never_gives_wrong_bytes(remote, make):
                 assert peer.generation == turn + 1
                 killer = threading.Timer(rng.uniform(0.0, 0.06), remote.kill)
                 killer.start()
-                deadline = time.monotonic() + 30
-                while peer.is_connected:
-                    assert time.monotonic() < deadline
+                # Ended by an error of a read, whatever was running when the loss was noticed.
+                while lost == turn:
                     buffer.inside[:] = 0
                     try:
                         transfer = agent.read_descriptors(
@@ -77,14 +78,14 @@ def test_a_peer_killed_at_random_moments_never_gives_wrong_bytes(remote, make):
                                 buffer.address, *[(i, SIZE // 8) for i in range(0, SIZE, SIZE // 8)]
                             ),
                             rows(theirs, *[(i, SIZE // 8) for i in range(0, SIZE, SIZE // 8)]),
-                            timeout=20.0,
+                            timeout=WAIT_S,
                         )
                         transfer.wait()
                     except PeerLostError:
                         lost += 1
                     else:
                         assert np.array_equal(buffer.inside, expected)
-                assert agent.quarantined == 0 or transfer.wait_quiet(10.0)
+                assert agent.quarantined == 0 or transfer.wait_quiet(WAIT_S)
                 assert buffer.guards_are_untouched()
                 killer.join()
             remote.start()
@@ -110,7 +111,7 @@ def test_a_killed_reader_does_not_harm_the_one_that_is_read(remote, make):
         agent.register(buffer.all)
         peer = agent.connect(remote.hello())
         agent.read_descriptors(peer, rows(buffer.address, (0, SIZE)), rows(theirs, (0, SIZE))).wait(
-            30.0
+            WAIT_S
         )
         assert np.array_equal(buffer.inside, random_bytes(SIZE, 22))
         assert buffer.guards_are_untouched()
@@ -171,7 +172,7 @@ def test_ten_thousand_transfers_leave_nothing_behind(remote, make):
 
         def pull(count):
             for i in range(count):
-                agent.read(peer, plan, [i % 64], [(i + 1) % 64]).wait(10.0)
+                agent.read(peer, plan, [i % 64], [(i + 1) % 64]).wait(WAIT_S)
 
         pull(1_000)  # pools and caches fill up
         rss = process.memory_info().rss
@@ -194,18 +195,18 @@ def test_an_agent_dropped_with_a_hung_transfer_keeps_its_memory_until_quiet(make
         remote.pause()
         transfer = agent.read_descriptors(peer, rows(address, (0, SIZE)), rows(theirs, (0, SIZE)))
         native = transfer._native
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + WAIT_S
         while transfer.state is not TransferState.RUNNING:
             assert time.monotonic() < deadline
         with pytest.warns(ResourceWarning, match="dropped without close"):
             del agent, peer, transfer
         assert num_quarantined_agents() == 1
-        assert native.wait(10.0)
+        assert native.wait(WAIT_S)
         assert native.state == TransferState.CANCELLED
         assert not native.is_quiet
         remote.resume()
-        assert native.wait(20.0, for_quiet=True)
-        deadline = time.monotonic() + 10
+        assert native.wait(WAIT_S, for_quiet=True)
+        deadline = time.monotonic() + WAIT_S
         while num_quarantined_agents() > 0:
             assert time.monotonic() < deadline
     finally:
@@ -222,7 +223,7 @@ def test_a_refused_read_names_what_arrived(remote, make):
         with pytest.raises(TransferError) as caught:
             agent.read(
                 peer, TransferPlan(cache.geometry, peer.geometry), range(64), range(64)
-            ).wait(20.0)
+            ).wait(WAIT_S)
         assert caught.value.peer == "remote"
         assert caught.value.bytes_done == 0
         cause = caught.value.__cause__

@@ -387,7 +387,7 @@ def test_unknown_peers_are_named(make_agent):
     assert not a.check_remote_md("nobody")
 
 
-def wait_until(condition, timeout=20.0):
+def wait_until(condition, timeout=60.0):
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline

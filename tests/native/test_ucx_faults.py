@@ -20,7 +20,7 @@ from pynixlkv.testing.remote import ProcessRemote
 from pynixlkv.types import TransferState
 from pynixlkv.ucx import UcxAgent
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 SIZE = 64 << 20
 
 

@@ -9,11 +9,11 @@ import pytest
 from pynixlkv.errors import TransferError, WireError
 from pynixlkv.hello import Hello
 from pynixlkv.testing.conformance import rows
-from pynixlkv.testing.remote import random_bytes
+from pynixlkv.testing.contents import random_bytes
 from pynixlkv.types import TransferState
 from pynixlkv.ucx import Context, Endpoint, UcxAgent, Worker, am_send_nbx, binding
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 SIZE = 1 << 20
 TCP = {"TLS": "tcp"}
 MESSAGE_ID = 77  # kMessageId of csrc/ucx/connection.hpp

@@ -22,7 +22,7 @@ def offsets(rows: np.ndarray, array: np.ndarray) -> list[tuple[int, int]]:
     return [(address - array.ctypes.data, length) for address, length, _ in rows.tolist()]
 
 
-def test_b001_replicated_heads_need_no_smaller_blocks() -> None:
+def test_replicated_heads_need_no_smaller_blocks() -> None:
     """Four KV heads, producers on 4 ranks, consumers on 8: each consumer reads whole blocks."""
     producer, consumer = (np.zeros((2, 8, 1, 16, 32), np.float16) for _ in range(2))
     for rank in range(8):
@@ -43,7 +43,7 @@ def test_b001_replicated_heads_need_no_smaller_blocks() -> None:
         ]
 
 
-def test_b003_no_descriptor_reaches_beyond_the_region() -> None:
+def test_no_descriptor_reaches_beyond_the_region() -> None:
     """Two KV heads from 1 rank to 4: two readers for each head, and no address past the end."""
     producer = np.zeros((2, 8, 2, 16, 32), np.float16)
     blocks = list(range(8))
@@ -65,7 +65,7 @@ def test_b003_no_descriptor_reaches_beyond_the_region() -> None:
     assert len(expected_readers(2, local=(0, 1), remote_size=4)) == 4
 
 
-def test_b006_head_slices_are_taken_inside_k_and_inside_v() -> None:
+def test_head_slices_are_taken_inside_k_and_inside_v() -> None:
     """K and V inside each block: rank 1 of 2 takes the second half of K and the second of V."""
     producer = np.zeros((8, 2, 4, 16, 32), np.float16)
     consumer = np.zeros((8, 2, 2, 16, 32), np.float16)
@@ -81,7 +81,7 @@ def test_b006_head_slices_are_taken_inside_k_and_inside_v() -> None:
     ]
 
 
-def test_b008_heads_and_tokens_of_equal_number_are_not_mixed_up() -> None:
+def test_heads_and_tokens_of_equal_number_are_not_mixed_up() -> None:
     """Sixteen heads and sixteen tokens: HND to NHD still puts each element where it belongs."""
     heads, tokens = np.meshgrid(range(16), range(16), indexing="ij")
     producer = np.zeros((2, 4, 16, 16, 1), np.int32)
@@ -98,7 +98,7 @@ def test_b008_heads_and_tokens_of_equal_number_are_not_mixed_up() -> None:
     np.testing.assert_array_equal(consumer, expected)
 
 
-def test_b009_packed_content_gives_both_k_and_v_of_the_heads() -> None:
+def test_packed_content_gives_both_k_and_v_of_the_heads() -> None:
     """K and V side by side in the last dimension: rank 1 of 2 gets both, of the heads from H/2."""
     num_heads, dim = 4, 3
     numbers = np.arange(4 * 8 * num_heads * 2 * dim, dtype=np.int32)
@@ -113,7 +113,7 @@ def test_b009_packed_content_gives_both_k_and_v_of_the_heads() -> None:
     assert (consumer[1:] == -1).all()
 
 
-def test_b010_mla_is_read_once_and_released_everywhere() -> None:
+def test_mla_is_read_once_and_released_everywhere() -> None:
     """A replicated latent of 576 two-byte elements, both ways between 8 ranks and 1."""
     producer, consumer = (np.zeros((4, 16, 576), np.float16) for _ in range(2))
     block_bytes = 16 * 576 * 2
@@ -141,12 +141,12 @@ def test_b010_mla_is_read_once_and_released_everywhere() -> None:
     assert len(expected_readers(None, local=(0, 1), remote_size=8)) == 8
 
 
-def test_b013_physical_blocks_smaller_than_logical_ones() -> None:
+def test_physical_blocks_smaller_than_logical_ones() -> None:
     """Four physical blocks to a logical one."""
     assert physical_blocks([3, 5], 4).tolist() == [12, 13, 14, 15, 20, 21, 22, 23]
 
 
-def test_b015_every_layer_and_block_has_a_descriptor_of_its_own() -> None:
+def test_every_layer_and_block_has_a_descriptor_of_its_own() -> None:
     """Two attention layers and one of state: as many descriptors as there are blocks of layers."""
     num_blocks = 5
     attention = [np.zeros((num_blocks, 2, 4, 6), np.float16) for _ in range(2)]
@@ -172,7 +172,7 @@ def test_b015_every_layer_and_block_has_a_descriptor_of_its_own() -> None:
     assert {tuple(row) for row in rows.tolist()} == expected
 
 
-def test_b017_state_that_one_side_lacks_is_an_error_at_once() -> None:
+def test_state_that_one_side_lacks_is_an_error_at_once() -> None:
     """Groups kv and swa against kv, swa and ssm: no plan; with kv chosen, a plan of that."""
 
     def make(*names: str) -> tuple[dict[str, np.ndarray], KVCache]:
@@ -201,7 +201,7 @@ def latent_pair(num_blocks: int, block_size: int) -> tuple[np.ndarray, np.ndarra
     return local, remote, plan
 
 
-def test_b019_a_prefix_hit_drops_blocks_at_the_front() -> None:
+def test_a_prefix_hit_drops_blocks_at_the_front() -> None:
     """Blocks for positions 0 to 7 on one side, 5 to 7 asked for: 5, 6, 7 move, in that order."""
     local, remote, plan = latent_pair(32, 1)
     producer_blocks = [20, 21, 22, 23, 24, 25, 26, 27]
@@ -213,7 +213,7 @@ def test_b019_a_prefix_hit_drops_blocks_at_the_front() -> None:
     assert coverage.remote == range(5, 8)
 
 
-def test_b020_targets_are_chosen_from_the_front() -> None:
+def test_targets_are_chosen_from_the_front() -> None:
     """Three blocks allocated, nothing computed, two to fetch: the first two are the targets."""
     local, remote, plan = latent_pair(32, 16)
     c, d, e = 11, 4, 19
@@ -225,7 +225,7 @@ def test_b020_targets_are_chosen_from_the_front() -> None:
     assert local[[c, d, e], 0, 0].tolist() == [1, 2, 0]
 
 
-def test_b021_more_local_blocks_than_remote_ones() -> None:
+def test_more_local_blocks_than_remote_ones() -> None:
     """Five blocks here and four there: four pairs, one left to compute, and no guess."""
     local, remote, plan = latent_pair(32, 16)
     here, there = [1, 3, 5, 7, 9], [2, 4, 6, 8]
@@ -241,7 +241,7 @@ def test_b021_more_local_blocks_than_remote_ones() -> None:
         plan.descriptors(here, there)
 
 
-def test_b022_the_tail_of_the_last_block_stays_behind() -> None:
+def test_the_tail_of_the_last_block_stays_behind() -> None:
     """A prompt of 70 tokens in blocks of 64: two blocks, the second with 6 valid tokens."""
     local, remote, plan = latent_pair(8, 64)
     remote[:] = 1
