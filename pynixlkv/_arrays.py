@@ -39,7 +39,7 @@ def integers(
         array = np.asarray(values)
     except (TypeError, ValueError, OverflowError) as cause:
         raise error(f"{what} cannot be read as an array of integers: {cause}") from cause
-    if array.size and array.dtype.kind in "fO" and not isinstance(values, np.ndarray):
+    if array.size and array.dtype.kind in {"f", "O"} and not isinstance(values, np.ndarray):
         array = _exact(array, values)
     if columns is not None and array.size == 0:
         array = array.reshape(0, columns)
