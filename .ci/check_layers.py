@@ -1,6 +1,6 @@
-"""Fail if a layer of the tests that should run on any machine was skipped or never ran.
+"""Fail if a test was skipped, or if a folder of tests that any machine can run did not run.
 
-A skipped test is not a passed one: only tests/gpu, which needs an accelerator, may skip.
+Only tests/gpu, which needs an accelerator, may skip.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MUST_RUN = ("unit", "native", "integration", "bench")
 
 
 def main(report: Path) -> int:
-    """Print what each layer ran and return the exit status."""
+    """Print how many tests of each folder ran and return the exit status."""
     ran: Counter[str] = Counter()
     failures = []
     for case in ET.parse(report).iter("testcase"):

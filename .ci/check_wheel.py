@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 MAX_BYTES = 5_000_000
 TAG = re.compile(r"pynixlkv-(?P<version>[^-]+)-(cp3\d+)-\2-manylinux_2_28_(x86_64|aarch64)\.whl")
-EXPECTED = ("py.typed", "__init__.py", "_native.pyi", "_kernels.pyi", "vllm/connector.py")
-# Libraries that each manylinux_2_28 system has; everything else is found at run time or linked in.
+EXPECTED = ("py.typed", "__init__.py", "_native/__init__.pyi", "_kernels.pyi", "vllm/connector.py")
+# Libraries of every manylinux_2_28 system; all others are found at run time or linked statically.
 SYSTEM = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1"}
 SYSTEM |= {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "libstdc++.so.6", "libgcc_s.so.1"}
 
 
 def package_version() -> str:
-    """Return the version from the one place where it is written."""
+    """Return the version of the package."""
     text = (ROOT / "pynixlkv" / "__init__.py").read_text(encoding="utf-8")
     (version,) = re.findall(r'^__version__ = "(.*)"$', text, re.MULTILINE)
     return str(version)
 
 
 def check_version(version: str) -> Iterator[str]:
-    """Yield where the changelog, or a tag on this commit, says something else."""
+    """Yield contradictions between the version, the changelog and the tags of this commit."""
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     headings = re.findall(r"^## \[(.*?)\]", changelog, re.MULTILINE)
     if not headings or headings[0] not in ("Unreleased", version):
@@ -53,7 +53,7 @@ def check_version(version: str) -> Iterator[str]:
 
 
 def check_library(name: str, data: bytes) -> Iterator[str]:
-    """Yield what is wrong with an extension module."""
+    """Yield problems of an extension module."""
     elf = ELFFile(io.BytesIO(data))
     for section in elf.iter_sections():
         if section.name == ".symtab" or section.name.startswith((".debug", ".zdebug")):
@@ -68,7 +68,7 @@ def check_library(name: str, data: bytes) -> Iterator[str]:
 
 
 def check_wheel(path: Path, version: str) -> Iterator[str]:
-    """Yield what is wrong with a wheel."""
+    """Yield problems of a wheel."""
     named = TAG.fullmatch(path.name)
     if named is None:
         yield f"its name is not that of a manylinux_2_28 wheel: {TAG.pattern}"
@@ -99,7 +99,7 @@ def check_wheel(path: Path, version: str) -> Iterator[str]:
 
 
 def check_sdist(path: Path, version: str) -> Iterator[str]:
-    """Yield what is wrong with the sdist."""
+    """Yield problems of the sdist."""
     top = f"pynixlkv-{version}"
     if path.name != f"{top}.tar.gz":
         yield f"it is not called {top}.tar.gz"

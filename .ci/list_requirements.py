@@ -1,4 +1,4 @@
-"""Print what an installed package requires, but for the packages named after it.
+"""Print the requirements of an installed package, except those named after it.
 
 vLLM's CPU build asks for torchvision, torchaudio and torchcodec, whose wheels bring CUDA libraries;
 text models run without them.
@@ -12,7 +12,7 @@ from importlib.metadata import requires
 
 
 def name_of(requirement: str) -> str:
-    """Return the name that a requirement begins with."""
+    """Return the package that a requirement names."""
     return re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
 
 

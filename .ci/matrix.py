@@ -1,9 +1,9 @@
-"""Run the conformance suites over the versions that we support, and write down what was seen.
+"""Run the conformance suites over the supported versions and write the table of results.
 
     python .ci/matrix.py
 
-Installs the wheels of dist/ into an environment for each row. The rows are not the full product:
-each version is there, the oldest are together and the newest are. The table goes into
+Installs the wheels of dist/ into an environment for each row. The rows cover every version, the
+oldest ones together and the newest ones together, but not all combinations. The table goes into
 docs/reference/support.md and README.md.
 """
 
@@ -17,12 +17,12 @@ import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 from pathlib import Path
 
-from build_wheels import find_interpreter
+from build_wheels import find_interpreter, pip
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "matrix"
 NIXL, UCX = "nixl-cu12", "libucx-cu12"
-# Without a version: the newest that this Python can have.
+# A package without a version is the newest for this Python.
 ROWS = (
     ("3.10", "numpy==1.26.*", f"{NIXL}==1.0.1", f"{UCX}==1.18.*"),
     ("3.10", "numpy==1.26.*", NIXL, f"{UCX}==1.20.*"),
@@ -48,14 +48,14 @@ TOOLS = (
 )
 PAGE = """# Tested versions
 
-`make matrix` installs the wheels into environments of these versions, runs the suite that every
-engine must pass, each with its own choice of transports, and writes this table.
+`make matrix` installs the wheels into environments of these versions, runs the conformance suite
+of agents on each transfer backend, with its default transports, and writes this table.
 
 <!-- support -->
 {table}<!-- end -->
 
-Older ones of NIXL and UCX are refused when they are opened. Others between these are expected to
-work. Both sides of a connection need the same first two numbers of the engine's version.
+Older versions of NIXL and UCX are refused when they are loaded. Versions between these are expected
+to work. Both sides of a connection need the same major and minor version of NIXL or UCX.
 """
 
 
@@ -67,11 +67,9 @@ class Result:
     other: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.other} of {self.passed + self.other} failed"
-            if self.other
-            else (f"passed ({self.passed} tests)" if self.passed else "failed: no test ran")
-        )
+        if self.other:
+            return f"{self.other} of {self.passed + self.other} failed"
+        return f"passed ({self.passed} tests)" if self.passed else "failed: no test ran"
 
 
 def run(*command: str | Path, check: bool = True) -> str:
@@ -91,22 +89,15 @@ def make_environment(folder: Path, row: tuple[str, str, str, str]) -> Path:
         raise SystemExit(f"error: no wheel for Python {python} in dist/; run make wheel")
     run(find_interpreter(python), "-m", "venv", "--without-pip", folder)
     interpreter = folder / "bin" / "python"
-    pip = (
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "-q",
-        "--python",
-        interpreter,
-    )
-    run(*pip, "install", found[0], numpy, ucx, *TOOLS)
-    run(*pip, "install", "--no-deps", nixl)  # it would bring torch, which is not needed
+    pip("--python", interpreter, "install", found[0], numpy, ucx, *TOOLS)
+    pip(
+        "--python", interpreter, "install", "--no-deps", nixl
+    )  # its dependency on torch is not needed
     return interpreter
 
 
 def versions(interpreter: Path) -> list[str]:
-    """Return the versions that an environment really has, and refuse one with our source tree."""
+    """Return the installed versions; fails if the source tree is imported instead of the wheel."""
     code = (
         "import platform, importlib.metadata as m, pynixlkv; "
         "assert 'site-packages' in pynixlkv.__file__, pynixlkv.__file__; "
@@ -116,7 +107,7 @@ def versions(interpreter: Path) -> list[str]:
 
 
 def run_suite(interpreter: Path, suite: tuple[str, ...], report: Path) -> Result:
-    """Run the tests of one engine and count."""
+    """Run the tests of one transfer backend and count."""
     output = run(
         interpreter.with_name("pytest"),
         *suite,

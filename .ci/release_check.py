@@ -1,4 +1,4 @@
-"""Go through the release checklist and fail if anything on it is not done."""
+"""Print the release checklist and fail if anything on it is not done."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def git(*arguments: str) -> list[str]:
 
 
 def tree() -> Iterator[str]:
-    """Yield what is wrong with the work tree."""
+    """Yield files that are not committed."""
     yield from (f"not committed: {line}" for line in git("status", "--porcelain"))
 
 
 def version() -> Iterator[str]:
-    """Yield what is wrong with the version."""
+    """Yield problems of the version and the changelog."""
     number = package_version()
     if not re.fullmatch(r"\d+\.\d+\.\d+(rc\d+)?", number):
         yield f"{number!r} is not the version of a release"
@@ -41,7 +41,7 @@ def version() -> Iterator[str]:
 
 
 def tag() -> Iterator[str]:
-    """Yield what is wrong with the tag."""
+    """Yield a missing tag."""
     if f"v{package_version()}" not in git("tag", "--points-at", "HEAD"):
         yield f"no tag v{package_version()} on this commit"
 
@@ -52,7 +52,7 @@ def newer_than_sources(path: Path) -> bool:
 
 
 def wheels() -> Iterator[str]:
-    """Yield what is wrong with the wheels."""
+    """Yield missing, old or wrong files of dist/."""
     files = sorted(DIST.glob("*"))
     for python in PYTHONS:
         if not any(f"-cp{python}-" in file.name for file in files):
@@ -65,7 +65,7 @@ def wheels() -> Iterator[str]:
 
 
 def documentation() -> Iterator[str]:
-    """Yield what is wrong with the documentation."""
+    """Yield problems of the site and the table of tested versions."""
     index = ROOT / "build" / "docs" / "html" / "index.html"
     if not index.is_file() or not newer_than_sources(index):
         yield "the site is not built, or older than the commit: make docs"

@@ -1,7 +1,7 @@
 """Blocks between two processes whose memory is on one GPU, or on the GPU and the host.
 
 ``python -m bench.gpu`` compares every byte; the limit is a copy of the same blocks inside the GPU.
-Each engine is measured by itself, next to that copy: one that does not start hides no other.
+Each series is measured by itself, next to that copy: one that does not start hides no other.
 """
 
 import argparse
@@ -12,12 +12,12 @@ from rich.console import Console
 
 from pynixlkv.cli.bench.cases import Case, Series
 from pynixlkv.cli.bench.run import run_cases
-from pynixlkv.cli.messages import RunError
 from pynixlkv.cli.render import bench_table, bench_verdict
+from pynixlkv.testing.process import RunError
 
 TOTAL_BYTES = 64 << 20
 SIZES = [16 << 10, 64 << 10, 1 << 20]
-ENGINES = (Series.binding, Series.ucx, Series.nixl)
+SERIES = (Series.binding, Series.ucx, Series.nixl)
 ROUNDS = 5
 TIMEOUT_S = 100
 
@@ -28,10 +28,10 @@ def make_cases(device, series, total_bytes=TOTAL_BYTES, sizes=SIZES):
     transport = "cuda_ipc" if device.startswith("cuda") else "cma"
     return [
         Case(
-            transport, operation, "scattered", size, total_bytes // size, 64, series,
+            transport, direction, "scattered", size, total_bytes // size, 64, series,
             initiator_device=initiator, target_device=target,
         )
-        for operation, initiator, target in [
+        for direction, initiator, target in [
             ("get", there, there), ("put", there, there),
             ("get", "cpu", there), ("put", there, "cpu"),
         ]
@@ -47,19 +47,19 @@ def main(arguments=None):
     console = Console(width=100)
     results = {}
     is_ok = True
-    for engine in ENGINES:
+    for series in SERIES:
         try:
             report = run_cases(
-                make_cases(options.device, (Series.memcpy, engine)), ROUNDS, TIMEOUT_S,
+                make_cases(options.device, (Series.memcpy, series)), ROUNDS, TIMEOUT_S,
                 lambda label, done, total: print(f"{done}/{total} {label}", file=sys.stderr),
             )  # fmt: skip
         except RunError as error:
             is_ok = False
-            results[engine.value] = {"ok": False, "error": str(error)}
-            print(f"FAILED: {engine.value}: {error}", file=sys.stderr)
+            results[series.value] = {"ok": False, "error": str(error)}
+            print(f"FAILED: {series.value}: {error}", file=sys.stderr)
             continue
         is_ok = is_ok and report.ok
-        results[engine.value] = report.as_dict()
+        results[series.value] = report.as_dict()
         if not options.json:
             console.print(bench_table(report))
             for line in bench_verdict(report):

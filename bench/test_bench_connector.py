@@ -17,7 +17,7 @@ from pynixlkv.connector import (
     ConnectorScheduler,
     ConnectorWorker,
     GroupSpec,
-    HandOff,
+    KVTransferParams,
     ReqMeta,
     RequestInfo,
 )
@@ -31,9 +31,9 @@ STEP_S = 0.0002
 FOREVER = ConnectorConfig(lease_duration=3000.0, transfer_timeout=3000.0)
 
 
-def hand_off(number, engine="producer", address=("127.0.0.1", 1)):
+def params(number, engine="producer", address=("127.0.0.1", 1)):
     """A hand-off of a prompt of 2,048 tokens."""
-    return HandOff(
+    return KVTransferParams(
         do_remote_prefill=True,
         remote_engine_id=engine,
         remote_request_id=f"p{number}",
@@ -56,7 +56,7 @@ def test_scheduler_step(benchmark, in_flight):
     table = (tuple(range(TABLE)),)
 
     def begin():
-        request = RequestInfo(f"r{next(numbers)}", TABLE * BLOCK, hand_off(0))
+        request = RequestInfo(f"r{next(numbers)}", TABLE * BLOCK, params(0))
         scheduler.on_new_request(request)
         count, _ = scheduler.get_num_new_matched_tokens(request, 0)
         scheduler.update_state_after_alloc(request, table, 0, count)
@@ -102,7 +102,7 @@ def worker_with_requests(count):
     )
     worker.register_kv_caches(make_cache(4, TABLE))
     table = (tuple(range(TABLE)),)
-    remotes = [hand_off(i) for i in range(count)]
+    remotes = [params(i) for i in range(count)]
     for remote in remotes:
         words.grant(remote.lease_token)
     worker.start_load_kv(
@@ -225,7 +225,7 @@ def test_memory_of_a_peer(benchmark):
     def connect(number):
         name = f"producer-{number}"
         worker.start_load_kv(
-            ConnectorMetadata(reqs_waiting={name: hand_off(0, name, ("127.0.0.1", number + 1))})
+            ConnectorMetadata(reqs_waiting={name: params(0, name, ("127.0.0.1", number + 1))})
         )
         deadline = time.monotonic() + 60
         while worker.stats.snapshot().peers <= number or "connecting" in worker.describe():
@@ -271,7 +271,7 @@ def test_a_thousand_peers(benchmark):
         background=False,
     )
     worker.register_kv_caches(make_cache(1, 1))
-    waiting = {f"r{i}": hand_off(i, f"engine-{i}", (f"host-{i}", 1)) for i in range(peers)}
+    waiting = {f"r{i}": params(i, f"engine-{i}", (f"host-{i}", 1)) for i in range(peers)}
     cpu = resource.getrusage(resource.RUSAGE_SELF).ru_utime
     worker.start_load_kv(ConnectorMetadata(reqs_waiting=waiting))
     deadline = time.monotonic() + 60

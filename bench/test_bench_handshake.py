@@ -37,12 +37,6 @@ def test_one_handshake(benchmark, ask):
     benchmark.extra_info["hello_bytes"] = len(HELLO)
 
 
-@pytest.mark.benchmark(group="handshake")
-def test_a_chosen_rank(benchmark, ask):
-    """The same, the rank chosen from those that there are: one round trip more."""
-    assert benchmark(ask, lambda ranks: ranks[-1:]).hellos == {(0, 7): HELLO}
-
-
 @pytest.mark.benchmark(group="handshake rate")
 def test_handshakes_of_many_threads(benchmark, ask):
     """Threads that all ask one listener; `handshakes_per_s` in `extra_info` is the rate."""

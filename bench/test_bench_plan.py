@@ -52,7 +52,7 @@ class Workload:
     remote_blocks: np.ndarray
 
     @property
-    def num_rows(self) -> int:
+    def num_descriptors(self) -> int:
         return 2 * NUM_LAYERS * len(self.local_blocks)
 
     def cut(self, num_blocks: int) -> Workload:
@@ -149,7 +149,7 @@ def pynixlkv_and_nixl(work: Workload, agent) -> tuple[object, object]:
 
 
 def tuples_and_nixl(work: Workload, agent) -> tuple[object, object]:
-    """Rows as tuples made in loops, as connectors do that know no arrays, then NIXL's lists."""
+    """Rows as tuples made in loops, then NIXL's own lists, as connectors without arrays do."""
     sides = []
     pairs = sorted(zip(work.local_blocks.tolist(), work.remote_blocks.tolist(), strict=True))
     regions = sorted(zip(bases(work.local).tolist(), bases(work.remote).tolist(), strict=True))
@@ -166,7 +166,7 @@ def tuples_and_nixl(work: Workload, agent) -> tuple[object, object]:
 def note(benchmark, rows: int, work: Workload, **more: object) -> None:
     benchmark.extra_info.update(
         descriptors=rows,
-        bytes=work.num_rows * HALF_BYTES,
+        bytes=work.num_descriptors * HALF_BYTES,
         layout="KBHND, K and V apart",
         layers=NUM_LAYERS,
         block_size=BLOCK_SIZE,
@@ -184,13 +184,13 @@ def run(benchmark, function, *args, rounds: int = 11):
 
 @pytest.mark.benchmark(group="1,000,000 descriptors")
 @pytest.mark.parametrize("path", [pynixlkv_rows, numpy_by_block, numpy_by_row])
-def test_b079_scattered_blocks(benchmark, workload, path) -> None:
+def test_scattered_blocks(benchmark, workload, path) -> None:
     """Rows for both sides; all paths give the same bytes."""
     here, there = run(benchmark, path, workload)
     expected = numpy_by_row(workload)
     assert here.tobytes() == expected[0].tobytes()
     assert there.tobytes() == expected[1].tobytes()
-    assert len(here) == workload.num_rows == 1_000_000
+    assert len(here) == workload.num_descriptors == 1_000_000
     assert here.nbytes == there.nbytes == 24 * len(here)
     note(benchmark, len(here), workload)
 
@@ -209,12 +209,12 @@ def test_scattered_blocks_as_nixl_lists(benchmark, workload, nixl_agent, path) -
 
 
 @pytest.mark.benchmark(group="cost per row")
-@pytest.mark.parametrize("num_rows", [40_000, 200_000, 1_000_000])
-def test_cost_is_linear_in_rows(benchmark, workload, num_rows) -> None:
+@pytest.mark.parametrize("num_descriptors", [40_000, 200_000, 1_000_000])
+def test_cost_is_linear_in_rows(benchmark, workload, num_descriptors) -> None:
     """Compare the times of the three sizes: they should be as 1 to 5 to 25."""
-    part = workload.cut(num_rows // (2 * NUM_LAYERS))
+    part = workload.cut(num_descriptors // (2 * NUM_LAYERS))
     here, _ = run(benchmark, pynixlkv_rows, part)
-    assert len(here) == part.num_rows == num_rows
+    assert len(here) == part.num_descriptors == num_descriptors
     note(benchmark, len(here), part)
 
 
@@ -227,7 +227,7 @@ def test_memory_is_24_bytes_per_row_and_side(workload) -> None:
     finally:
         tracemalloc.stop()
     tables = 4 * 8 * len(workload.local_blocks)
-    assert peak <= 2 * 24 * workload.num_rows + tables + 100_000
+    assert peak <= 2 * 24 * workload.num_descriptors + tables + 100_000
     assert here.nbytes == 24 * len(here)
 
 

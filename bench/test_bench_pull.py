@@ -2,12 +2,7 @@
 and through NIXL's own Python API, in one run on one machine.
 """
 
-import socket
-import subprocess
-import sys
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,32 +16,19 @@ from bench.peers.pools import (
     page_rows,
     spans,
 )
+from bench.peers.source import NixlPythonSource, PynixlkvSource
+from pynixlkv.testing.process import ChildProcess
 
 SEED = 1
 NUM_MOVED = 32
 NUM_BYTES = NUM_MOVED * LAYERS * 2 * PAGE_BYTES
-ROOT = Path(__file__).parents[1]
 
 
 @contextmanager
-def source(engine):
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bench.peers.source", str(theirs.fileno()), engine, str(SEED)],
-            pass_fds=[theirs.fileno()],
-            cwd=ROOT,
-        )
-    connection = Connection(ours.detach())
-    try:
-        yield connection
-    finally:
-        connection.close()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def source(kind):
+    with ChildProcess("source") as child:
+        child.call(kind, SEED, keep=True)
+        yield child.call("describe")
 
 
 @contextmanager
@@ -57,9 +39,9 @@ def pull_with_pynixlkv(tensors, local, remote):
     cache = KVCache.from_tensors(
         {f"layer.{i}": tensor for i, tensor in enumerate(tensors)}, axes="KBHND", kv_heads=8
     )
-    with source("pynixlkv") as connection, NixlAgent("reader") as agent:
+    with source(PynixlkvSource) as hello, NixlAgent("reader") as agent:
         agent.register(cache)
-        peer = agent.connect(connection.recv_bytes())
+        peer = agent.connect(hello)
         plan = TransferPlan(cache.geometry, peer.geometry)
 
         def pull():
@@ -76,8 +58,7 @@ def pull_with_nixl_python(tensors, local, remote):
 
     agent = nixl_agent("reader")
     registered = agent.register_memory([(*span, 0, "") for span in spans(tensors)], "DRAM")
-    with source("nixl-python") as connection:
-        metadata, addresses = connection.recv()
+    with source(NixlPythonSource) as (metadata, addresses):
         name = agent.add_remote_agent(metadata)
         mine = agent.prep_xfer_dlist(
             "NIXL_INIT_AGENT", page_rows([address for address, _ in spans(tensors)]), "DRAM"

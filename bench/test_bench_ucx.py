@@ -1,6 +1,6 @@
 """Read scattered blocks of another process, as far as that is from copying them in this one.
 
-The same movers as in `pynixlkv bench`, one at a time.
+The same transfers as in `pynixlkv bench`, one at a time.
 """
 
 import os
@@ -8,31 +8,25 @@ import os
 import pytest
 
 from pynixlkv.cli.bench.cases import Case, Series
-from pynixlkv.cli.bench.messages import Done, Finish, Offer, Offered, SideSpec, decode
-from pynixlkv.cli.bench.movers import InitiatorHalf, has_target
-from pynixlkv.cli.group import ProcessGroup
+from pynixlkv.cli.bench.transfers import Initiator, has_target
+from pynixlkv.cli.bench.worker import BenchWorker
+from pynixlkv.testing.process import ChildProcess
 
 TOTAL_BYTES = 64 << 20
-TIMEOUT_S = 100.0
 
 
 @pytest.fixture
 def initiator(series, block):
-    """Return the reading half, connected to an owner in a process of its own."""
+    """Return the end that reads, connected to a target in a process of its own."""
     case = Case("cma", "get", "scattered", block, TOTAL_BYTES // block, 64, (series,))
     if not has_target(series):
-        yield InitiatorHalf(series, case, b"")
+        yield Initiator(series, case, None)
         return
-    specs = [SideSpec("target", "all", TIMEOUT_S)]
-    with ProcessGroup(
-        "pynixlkv.cli.bench.side", decode, specs, TIMEOUT_S, lambda *_: None
-    ) as sides:
-        offers = sides.ask("offer", {"target": Offer(case)}, Offered)["target"].offers
-        half = InitiatorHalf(series, case, offers[series.value])
-        yield half
-        half.close()
-        sides.ask("finish", {"target": Finish()}, Done)
-        sides.join()
+    with ChildProcess("target") as target:
+        target.call(BenchWorker, keep=True)
+        made = Initiator(series, case, target.call("offer", case)[series])
+        yield made
+        made.close()
 
 
 @pytest.mark.parametrize("block", [4 << 10, 16 << 10, 1 << 20], ids=["4 KiB", "16 KiB", "1 MiB"])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from generate import generate
+from generate import api_pages
 
 import pynixlkv
 
@@ -23,7 +23,6 @@ version = release = pynixlkv.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "numpydoc"]
 html_theme = "furo"
 html_title = f"pynixlkv {version}"
-exclude_patterns = ["_generated/*.md", "_generated/screens"]
 default_role = "py:obj"
 
 myst_enable_extensions = ["colon_fence"]
@@ -36,5 +35,5 @@ numpydoc_xref_param_type = False
 
 
 def setup(app: Sphinx) -> None:
-    """Write the generated pages before any page is read."""
-    app.connect("builder-inited", lambda _app: generate())
+    """Write the API pages before any page is read."""
+    app.connect("builder-inited", lambda _app: api_pages())

@@ -1,7 +1,10 @@
-"""Write what pages include and nobody should copy by hand, into docs/_generated (not committed).
+"""Write the parts of the pages that come from the code.
 
-The options of the vLLM connector come from its struct, the API pages from the modules, and the
-screens from the command line, run here and now.
+    python docs/generate.py [--check | --samples]
+
+A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. It is committed, because pages
+are read in the repository too; `make lint` fails if it is stale. A part `<!-- sample: NAME -->` is
+what a program printed on one machine: `--samples` writes it, and nothing compares it.
 """
 
 from __future__ import annotations
@@ -11,27 +14,36 @@ import inspect
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
+import typer.main
 from numpydoc.docscrape import ClassDoc
+from rich.console import Console
 
+from pynixlkv.cli.app import app
+from pynixlkv.cli.render import info_table
 from pynixlkv.vllm.options import Options
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
 DOCS = Path(__file__).parent
-OUT = DOCS / "_generated"
 COLUMNS = 100
-# The modules that users import from, by layer; a name is described on the first page that has it.
+DEMO = ["demo", "--prefill-tp", "2", "--decode-tp", "1", "--blocks", "8"]
+# The modules that users import from, by layer; a name is described under the first one that has it.
 MODULES = (
     "pynixlkv.geometry",
     "pynixlkv.topology",
     "pynixlkv.plan",
     "pynixlkv.agent",
-    "pynixlkv.engine",
+    "pynixlkv.transfer",
     "pynixlkv.nixl",
     "pynixlkv.ucx",
     "pynixlkv.testing",
@@ -46,60 +58,83 @@ MODULES = (
 )
 
 
-def write(name: str, text: str) -> None:
-    """Write a file if it changes."""
-    path = OUT / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.is_file() or path.read_text(encoding="utf-8") != text:
-        path.write_text(text, encoding="utf-8")
+def table(head: str, rows: list[list[str]]) -> str:
+    """Return a table of Markdown; the head names the columns, separated by commas."""
+    columns = head.split(", ")
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def options_table() -> str:
-    """Return the options of `PyNixlKVConnector` as a table."""
-    words = {p.name: " ".join(p.desc) for p in ClassDoc(Options)["Parameters"]}
-    kinds = {p.name: p.type for p in ClassDoc(Options)["Parameters"]}
-    rows = ["| option | type | default | meaning |", "| --- | --- | --- | --- |"]
+def one_line(text: str) -> str:
+    """Return the first paragraph of a docstring as text of a table."""
+    text = " ".join(inspect.cleandoc(text).split("\n\n")[0].split())
+    return text.replace("``", "`").replace("|", "\\|")
+
+
+def options() -> str:
+    """Return the options of `PyNixlKVConnector`."""
+    rows = []
+    documented = {parameter.name: parameter for parameter in ClassDoc(Options)["Parameters"]}
     for field in msgspec.structs.fields(Options):
         default = field.default
         if field.default_factory is not msgspec.NODEFAULT:
             default = field.default_factory()
         shown = msgspec.json.encode(default).decode()
-        meaning = words[field.name].replace("``", "`")
-        rows.append(f"| `{field.name}` | {kinds[field.name]} | `{shown}` | {meaning} |")
-    return "\n".join(rows) + "\n"
+        parameter = documented[field.name]
+        meaning = one_line(" ".join(parameter.desc))
+        rows.append([f"`{field.name}`", parameter.type, f"`{shown}`", meaning])
+    return table("option, type, default, meaning", rows)
 
 
-def directive(module: str, name: str) -> list[str]:
-    """Return what describes one public name."""
-    thing = getattr(importlib.import_module(module), name)
-    if inspect.isroutine(thing):
-        return [f".. autofunction:: {module}.{name}", ""]
-    if not inspect.isclass(thing):
-        return []
-    kind = "autoexception" if issubclass(thing, BaseException) else "autoclass"
-    return [f".. {kind}:: {module}.{name}", "   :members:", "   :show-inheritance:", ""]
+def commands() -> str:
+    """Return the commands of the command line and their options."""
+    group = typer.main.get_command(app)
+    parts = []
+    for name, command in sorted(getattr(group, "commands", {}).items()):
+        parts.append(f"## `pynixlkv {name}`\n\n{inspect.cleandoc(command.help)}\n")
+        rows = []
+        for option in command.params:
+            if getattr(option, "hidden", False):
+                continue
+            default = option.show_default if isinstance(option.show_default, str) else ""
+            if not default and option.default not in (None, False, ()):
+                default = f"`{getattr(option.default, 'value', option.default)}`"
+            names = ", ".join(f"`{each}`" for each in option.opts)
+            rows.append([names, default, one_line(getattr(option, "help", None) or "")])
+        if rows:
+            parts.append(table("option, default, meaning", rows))
+    return "\n".join(parts)
 
 
-def api_pages() -> dict[str, str]:
-    """Return a page for each module, and the list of them."""
-    pages, seen = {}, {}
-    for module in MODULES:
-        lines = [f"# {module}", "", "```{eval-rst}", f".. automodule:: {module}", ""]
-        elsewhere = []
-        for name in importlib.import_module(module).__all__:
-            thing = getattr(importlib.import_module(module), name)
-            described = directive(module, name) if id(thing) not in seen else []
-            lines += described
-            if described:
-                seen[id(thing)] = module
-            else:
-                elsewhere.append(f"``{name}``")
-        if elsewhere:
-            lines += [f"Also here: {', '.join(elsewhere)}.", ""]
-        pages[f"api/{module}.md"] = "\n".join([*lines, "```", ""])
-    entries = "\n".join(f"../_generated/{page.removesuffix('.md')}" for page in pages)
-    pages["api.md"] = f"```{{toctree}}\n:maxdepth: 1\n\n{entries}\n```\n"
-    return pages
+def documented_names() -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield each module, the names to describe under it, and those described elsewhere."""
+    seen: set[int] = set()
+    for module_name in MODULES:
+        module = importlib.import_module(module_name)
+        here, elsewhere = [], []
+        for name in module.__all__:
+            thing = getattr(module, name)
+            is_new = id(thing) not in seen and (inspect.isroutine(thing) or inspect.isclass(thing))
+            (here if is_new else elsewhere).append(name)
+            seen.add(id(thing))
+        yield module_name, here, elsewhere
+
+
+def modules() -> str:
+    """Return what each module offers, a line a name."""
+    parts = []
+    for module_name, here, _ in documented_names():
+        module = importlib.import_module(module_name)
+        rows = [[f"`{name}`", one_line(getattr(module, name).__doc__ or "")] for name in here]
+        parts.append(f"## {module_name}\n\n{one_line(module.__doc__ or '')}\n")
+        parts.append(table("name, what it is", rows))
+    return "\n".join(parts)
+
+
+def example() -> str:
+    """Return the connector for an imaginary engine."""
+    code = (DOCS.parent / "examples" / "minimal_connector.py").read_text(encoding="utf-8")
+    return f"```python\n{code}```\n"
 
 
 def run_cli(*arguments: str) -> str:
@@ -113,59 +148,87 @@ def run_cli(*arguments: str) -> str:
         timeout=110,
         check=True,
     )
-    return "\n".join(line.rstrip() for line in done.stdout.splitlines()).strip("\n") + "\n"
+    return done.stdout
 
 
-def info_screen() -> str:
-    """Return what ``pynixlkv info`` shows, without the place where this environment is."""
-    from rich.console import Console
-
-    from pynixlkv.cli.render import info_table
-
+def info() -> str:
+    """Return what ``pynixlkv info`` shows, without the path of this environment."""
     report = run_cli("info", "--json")
     for place in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         report = report.replace(place, "…/site-packages")
     console = Console(width=COLUMNS, file=io.StringIO(), record=True)
     console.print(info_table(json.loads(report)))
-    return console.export_text()
+    return screen("pynixlkv info", console.export_text())
 
 
-def commands() -> list[str]:
-    """Name the commands that there are."""
-    from typer.main import get_command
-
-    from pynixlkv.cli.app import app
-
-    return sorted(getattr(get_command(app), "commands", {}))
+def demo() -> str:
+    """Return what a small demo shows."""
+    return screen(f"pynixlkv {' '.join(DEMO)}", run_cli(*DEMO))
 
 
-def screens() -> dict[str, str]:
-    """Return each screen by file name, and the page that shows them."""
-    shown = {"help": ("pynixlkv --help", run_cli("--help"))}
-    for name in commands():
-        shown[f"{name}-help"] = (f"pynixlkv {name} --help", run_cli(name, "--help"))
-    shown["info"] = ("pynixlkv info", info_screen())
-    demo = ["demo", "--prefill-tp", "2", "--decode-tp", "1", "--blocks", "8"]
-    shown["demo"] = ("pynixlkv " + " ".join(demo), run_cli(*demo))
-    page = "".join(
-        f"## `{command}`\n\n```{{literalinclude}} ../_generated/screens/{name}.txt\n"
-        ":language: text\n```\n\n"
-        for name, (command, _) in shown.items()
+def screen(command: str, output: str) -> str:
+    """Return a command and what it printed as a block."""
+    lines = "\n".join(line.rstrip() for line in output.strip("\n").splitlines())
+    return f"```text\n$ {command}\n{lines}\n```\n"
+
+
+GENERATED = {
+    "options": options,
+    "commands": commands,
+    "modules": modules,
+    "minimal_connector.py": example,
+}
+SAMPLES = {"info": info, "demo": demo}
+
+
+def fill(text: str, kind: str, parts: dict[str, Callable[[], str]]) -> str:
+    """Return a page with its parts of this kind written anew."""
+    return re.sub(
+        rf"(<!-- {kind}: (\S+) -->\n).*?(<!-- end -->)",
+        lambda match: f"{match[1]}\n{parts[match[2]]()}\n{match[3]}",
+        text,
+        flags=re.DOTALL,
     )
-    return {f"screens/{name}.txt": text for name, (_, text) in shown.items()} | {"cli.md": page}
 
 
-def generate() -> None:
-    """Write everything."""
-    files = {"options.md": options_table()} | api_pages() | screens()
-    for stale in [
-        p for p in OUT.rglob("*") if p.is_file() and str(p.relative_to(OUT)) not in files
-    ]:
-        stale.unlink()
-    for name, text in files.items():
-        write(name, text)
+def api_pages() -> None:
+    """Write the pages of the site that Sphinx fills from docstrings."""
+    folder = DOCS / "_generated" / "api"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for module_name, here, elsewhere in documented_names():
+        lines = [f"# {module_name}", "", "```{eval-rst}", f".. automodule:: {module_name}", ""]
+        for name in here:
+            thing = getattr(importlib.import_module(module_name), name)
+            kind = "autoclass" if inspect.isclass(thing) else "autofunction"
+            if inspect.isclass(thing) and issubclass(thing, BaseException):
+                kind = "autoexception"
+            lines.append(f".. {kind}:: {module_name}.{name}")
+            if inspect.isclass(thing):
+                lines += ["   :members:", "   :show-inheritance:"]
+            lines.append("")
+        if elsewhere:
+            lines += [f"Also here: {', '.join(f'``{name}``' for name in elsewhere)}.", ""]
+        text = "\n".join([*lines, "```", ""])
+        (folder / f"{module_name}.md").write_text(text, encoding="utf-8")
+
+
+def main(*arguments: str) -> int:
+    """Write the parts, or compare them, and return the exit status."""
+    stale = []
+    kind, parts = ("sample", SAMPLES) if "--samples" in arguments else ("generated", GENERATED)
+    for page in sorted(DOCS.rglob("*.md")):
+        before = page.read_text(encoding="utf-8")
+        after = fill(before, kind, parts)
+        if after == before:
+            continue
+        if "--check" in arguments:
+            stale.append(f"{page.relative_to(DOCS.parent)} is stale: run make pages")
+        else:
+            page.write_text(after, encoding="utf-8")
+    print("\n".join(stale) or "the pages are up to date")
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":
-    shutil.rmtree(OUT, ignore_errors=True)
-    generate()
+    sys.exit(main(*sys.argv[1:]))

@@ -10,7 +10,13 @@ import time
 import numpy as np
 
 from pynixlkv import KVCache
-from pynixlkv.connector import ConnectorScheduler, ConnectorWorker, GroupSpec, HandOff, RequestInfo
+from pynixlkv.connector import (
+    ConnectorScheduler,
+    ConnectorWorker,
+    GroupSpec,
+    KVTransferParams,
+    RequestInfo,
+)
 from pynixlkv.handshake import Handshake
 
 LAYERS, HEADS, DIM, BLOCK, NUM_BLOCKS = 4, 8, 64, 16, 256
@@ -39,9 +45,7 @@ class Engine:
         """Run what every step of an engine does; the model would run in the middle."""
         self.worker.start_load_kv(self.scheduler.build_connector_meta())
         finished = self.worker.get_finished()
-        self.scheduler.update_finished(
-            sent=finished.sent, received=finished.received, failed=finished.failed
-        )
+        self.scheduler.update_finished(**vars(finished))  # sent, received and failed requests
         time.sleep(0.001)
         return finished
 
@@ -57,7 +61,7 @@ def prefill(library, pipe):
     blocks, num_tokens = (7, 3, 200, 12), 64
     for i, tensor in enumerate(engine.tensors.values()):
         tensor[:, list(blocks)] = np.random.default_rng(i).random((2, 4, HEADS, BLOCK, DIM))
-    request = RequestInfo("prompt-1", num_tokens, HandOff(do_remote_decode=True))
+    request = RequestInfo("prompt-1", num_tokens, KVTransferParams(do_remote_decode=True))
     _, params = engine.scheduler.request_finished(request, (blocks,), num_tokens)
     pipe.send(params)  # through the proxy, as JSON
     while "prompt-1" not in engine.step().sent:
@@ -69,7 +73,7 @@ def prefill(library, pipe):
 def decode(library, pipe):
     """Fetch the prompt's blocks instead of computing them."""
     engine = Engine("decode", library)
-    request = RequestInfo("request-a", 64, HandOff.from_dict(pipe.recv()))
+    request = RequestInfo("request-a", 64, KVTransferParams.from_dict(pipe.recv()))
     engine.scheduler.on_new_request(request)
     count, _ = engine.scheduler.get_num_new_matched_tokens(request, 0)
     blocks = (50, 51, 52, 53)

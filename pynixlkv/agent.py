@@ -1,36 +1,46 @@
-"""Layer 3, what users see of it: agents, peers, registered memory, transfers, notifications.
+"""`Agent`: registered memory, peers, transfers and notifications, over any transfer backend.
 
-`Agent` is the protocol that the layers above rely on; `pynixlkv.engine.EngineAgent` implements it.
+The native agent owns deadlines, end states, quarantine and peer generations, alike for every
+backend. `NixlAgent`, `UcxAgent` and `FakeAgent` only start it with their driver.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
+import threading
+import warnings
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
+import numpy as np
+
+from pynixlkv._arrays import integers
 from pynixlkv._closeable import Closeable
+from pynixlkv._secret import check_secret
 from pynixlkv.errors import (
     ClosedError,
-    PeerLostError,
-    StateError,
-    TransferCancelled,
-    TransferError,
-    TransferTimeout,
-    from_native,
+    ConfigError,
+    DuplicatePeerError,
+    HandshakeError,
+    PlanError,
+    ProtocolVersionError,
 )
-from pynixlkv.types import AgentName, MemorySpan, TransferState
+from pynixlkv.geometry import memory_spans
+from pynixlkv.hello import Hello
+from pynixlkv.transfer import CLOSE_TIMEOUT_S, Completions, Notification, Peer, Transfer
+from pynixlkv.transfer import TransferResult as TransferResult  # part of this module's face
+from pynixlkv.types import AgentName, MemorySpan, MemoryType, Operation
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
-    from types import TracebackType
+    from collections.abc import Iterable, Mapping
 
     import numpy.typing as npt
-    from typing_extensions import Self
 
     from pynixlkv import _native
-    from pynixlkv.engine import EngineAgent
-    from pynixlkv.geometry import Geometry, KVCache
+    from pynixlkv.geometry import KVCache
     from pynixlkv.plan import TransferPlan
 
 __all__ = [
@@ -46,6 +56,7 @@ __all__ = [
     "Registration",
     "Transfer",
     "TransferResult",
+    "num_quarantined_agents",
 ]
 
 MAX_NOTIFICATION_BYTES = 1 << 20
@@ -53,9 +64,6 @@ MAX_NOTIFICATION_BYTES = 1 << 20
 
 DEFAULT_TIMEOUT_S = 30.0
 """Deadline of a transfer whose caller names none."""
-
-CLOSE_TIMEOUT_S = 5.0
-"""How long a close waits for quiet unless its caller says otherwise."""
 
 BlockTable: TypeAlias = "npt.ArrayLike | Mapping[str, npt.ArrayLike]"
 """Physical block numbers, of one group or by group name."""
@@ -66,133 +74,26 @@ Positions: TypeAlias = "int | Mapping[str, int]"
 Registerable: TypeAlias = "KVCache | MemorySpan | object"
 """What `Agent.register` takes: a cache, a span, a torch tensor or a numpy array."""
 
-
-@dataclass(frozen=True)
-class Notification:
-    """An exact byte string that a peer sent, delivered once.
-
-    Parameters
-    ----------
-    peer : str
-        Name of the agent that sent it, connected here or not.
-    message : bytes
-        What it sent.
-    """
-
-    peer: AgentName
-    message: bytes
+_EXIT_TIMEOUT_S = 1.0
 
 
-@dataclass(frozen=True)
-class TransferResult:
-    """What a finished transfer moved, and how long it took.
-
-    Parameters
-    ----------
-    bytes : int
-        Bytes moved.
-    descriptors : int
-        Rows given to the native library, after merging and cutting.
-    batches : int
-        Native requests that they were posted in.
-    prepared : bool
-        Whether the rows were chosen by index from prepared ones, which the engine does when it
-        pays; they are then counted before merging.
-    queued_s : float
-        Seconds from the call to the engine's thread taking it up.
-    plan_s : float
-        Seconds the engine's thread spent turning block tables into rows.
-    make_s : float
-        Seconds it spent making native requests out of the rows.
-    post_s : float
-        Seconds inside the library's post calls (the whole copy, on same-host paths of NIXL).
-    transfer_s : float
-        Seconds from the call to the end state.
-    """
-
-    bytes: int
-    descriptors: int
-    batches: int
-    prepared: bool
-    queued_s: float
-    plan_s: float
-    make_s: float
-    post_s: float
-    transfer_s: float
-
-
-class Peer:
-    """One generation of a remote agent; made by `Agent.connect`.
-
-    Parameters
-    ----------
-    native : object
-        Internal.
-    geometries : sequence of Geometry
-        What the peer's hello described.
-    """
-
-    def __init__(self, native: _native.transfer.Peer, geometries: Sequence[Geometry]) -> None:
-        self._native = native
-        self._geometries = tuple(geometries)
-        self._plans: weakref.WeakSet[TransferPlan] = weakref.WeakSet()
-
-    @property
-    def name(self) -> AgentName:
-        """Name of the remote agent."""
-        return AgentName(self._native.name)
-
-    @property
-    def generation(self) -> int:
-        """1 for the first connection to this name, one more for each that follows."""
-        return self._native.generation
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether transfers to this generation are accepted."""
-        return self._native.state == 0
-
-    @property
-    def geometries(self) -> tuple[Geometry, ...]:
-        """Geometries of the caches that the peer described, in its order."""
-        return self._geometries
-
-    @property
-    def geometry(self) -> Geometry:
-        """The geometry, where the peer described exactly one cache.
-
-        Raises
-        ------
-        StateError
-            If it described none or several.
-        """
-        if len(self._geometries) != 1:
-            raise StateError(
-                f"peer {self.name!r} described {len(self._geometries)} caches; "
-                "choose from peer.geometries"
-            )
-        return self._geometries[0]
-
-    def __repr__(self) -> str:
-        state = ("connected", "lost", "disconnected")[self._native.state]
-        return f"<Peer {self.name!r} generation {self.generation}, {state}>"
-
-
-class Registration:
+class Registration(Closeable):
     """Memory registered with an agent; a context manager that deregisters.
 
-    The agent holds it, and with it the tensors, until it is closed.
+    The agent keeps the registration, and the registration the tensors, until it is closed.
     """
 
     def __init__(
         self,
-        agent: EngineAgent,
+        agent: Agent,
         native: _native.transfer.Registration,
         spans: tuple[MemorySpan, ...],
+        owners: object,
     ) -> None:
         self._agent = weakref.ref(agent)
         self._native = native
         self._spans = spans
+        self._owners = owners
 
     @property
     def spans(self) -> tuple[MemorySpan, ...]:
@@ -217,17 +118,9 @@ class Registration:
         agent = self._agent()
         if agent is None or not self._native.is_open:
             raise ClosedError(f"{self!r} was deregistered before, or its agent is closed")
-        agent._deregister(self)
+        agent._deregister(self._native)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._native.is_open:
             self.close()
 
@@ -236,216 +129,202 @@ class Registration:
         return f"<Registration of {self.nbytes} bytes in {len(self._spans)} spans, {state}>"
 
 
-_FAILURES: dict[TransferState, type[TransferError]] = {
-    TransferState.FAILED: TransferError,
-    TransferState.TIMED_OUT: TransferTimeout,
-    TransferState.PEER_LOST: PeerLostError,
-    TransferState.CANCELLED: TransferCancelled,
-}
+class Agent(Closeable, ABC):
+    """Moves bytes between registered memory here and at its peers. Safe from several threads.
 
+    The base of `pynixlkv.nixl.NixlAgent`, `pynixlkv.ucx.UcxAgent` and
+    `pynixlkv.testing.FakeAgent`, which pass one suite, `pynixlkv.testing.conformance`.
 
-class Transfer(Closeable):
-    """A transfer under way, or ended; made by `Agent.read` and `Agent.write`.
-
-    It ends in exactly one state, which never changes. After a state other than DONE, bytes may
-    still arrive until `is_quiet`: the buffers must not be reused before. Safe from several threads.
+    Parameters
+    ----------
+    name : str
+        Unique among the agents that talk to each other.
+    backend_version : str
+        Version of the library under the agent.
+    secret : bytes or str, optional
+        Key of the MAC on hello bytes; both sides need the same. Default: the environment variable
+        ``PYNIXLKV_SECRET``, or none.
     """
 
-    def __init__(self, agent: EngineAgent, native: _native.transfer.Transfer, peer: Peer) -> None:
-        self._agent = agent
-        self._native = native
-        self._peer = peer
+    transfer_backend: ClassVar[str]
+    """``"nixl"``, ``"ucx"`` or ``"fake"``; both sides of a connection need the same."""
 
-    @property
-    def id(self) -> int:
-        """Number of the transfer within its agent."""
-        return self._native.id
+    def __init__(
+        self, name: str, *, backend_version: str, secret: bytes | str | None = None
+    ) -> None:
+        if not name or not isinstance(name, str):
+            raise ConfigError(f"an agent's name must be a non-empty string, not {name!r}")
+        self._backend_version = backend_version
+        self._secret = check_secret(secret)
+        self._incarnation = os.urandom(16)
+        self._pid = os.getpid()
+        self._native = self._start(name, self._incarnation)
+        self._completions = Completions(self._native)
+        self._registrations: dict[int, Registration] = {}
+        self._close_lock = threading.Lock()
+        self._closed = False
+        _keeper.add(self)
 
-    @property
-    def peer(self) -> Peer:
-        """The generation of the peer that it runs against."""
-        return self._peer
+    @abstractmethod
+    def _start(self, name: str, incarnation: bytes) -> _native.transfer.Agent:
+        """Start the native agent."""
 
-    @property
-    def state(self) -> TransferState:
-        """Where it stands; never raises."""
-        return TransferState(self._native.state)
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether no byte of it can move any more."""
-        return self._native.is_quiet
-
-    @property
-    def error(self) -> TransferError | None:
-        """Why it ended without success; None while it runs and after success."""
-        cls = _FAILURES.get(self.state)
-        if cls is None:
-            return None
-        error = cls(
-            self._native.message,
-            peer=self._peer.name,
-            transfer_id=self.id,
-            bytes_done=self._native.stats["bytes_done"],
-        )
-        cause = self._native.cause
-        if cause is not None:
-            error.__cause__ = from_native(*cause)
-        return error
-
-    def done(self) -> bool:
-        """Return whether it has ended well.
-
-        Raises
-        ------
-        TransferError
-            If it has ended without success; the subclass tells how.
-
-        Notes
-        -----
-        Does not block.
-        """
-        error = self.error
-        if error is not None:
-            raise error
-        return self.state is TransferState.DONE
-
-    def wait(self, timeout: float | None = None) -> TransferResult:
-        """Wait for the end.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Longest wait in seconds; None waits for the transfer's own deadline.
-
-        Returns
-        -------
-        TransferResult
-            What was moved.
-
-        Raises
-        ------
-        TransferTimeout
-            If the transfer passed its deadline, or has not ended within `timeout`; in the second
-            case it goes on, and `state` is not an end state.
-        PeerLostError, TransferCancelled, TransferError
-            If it ended in another way than DONE.
-
-        Notes
-        -----
-        Blocks without the GIL. Ctrl-C interrupts.
-        """
-        # The transfer's own deadline bounds this wait; the engine keeps it.
-        if not self._native.wait(float("inf") if timeout is None else timeout):
-            raise TransferTimeout(
-                f"transfer {self.id} with peer {self._peer.name!r} has not ended after waiting "
-                f"{timeout} s; it goes on until its own deadline",
-                peer=self._peer.name,
-                transfer_id=self.id,
-            )
-        return self.result
-
-    def wait_quiet(self, timeout: float) -> bool:
-        """Wait until no byte of it can move any more.
-
-        Parameters
-        ----------
-        timeout : float
-            Longest wait in seconds.
-
-        Returns
-        -------
-        bool
-            Whether it is quiet.
-        """
-        return self._native.wait(timeout, for_quiet=True)
-
-    @property
-    def result(self) -> TransferResult:
-        """What was moved.
-
-        Raises
-        ------
-        StateError
-            If it has not ended.
-        TransferError
-            If it ended without success.
-        """
-        if not self.done():
-            raise StateError(f"{self!r} has not ended; wait() for it first")
-        stats = self._native.stats
-        return TransferResult(
-            bytes=stats["bytes"],
-            descriptors=stats["descriptors"],
-            batches=stats["batches"],
-            prepared=stats["prepared"],
-            queued_s=stats["queued_ns"] * 1e-9,
-            plan_s=stats["expand_ns"] * 1e-9,
-            make_s=stats["make_ns"] * 1e-9,
-            post_s=stats["post_ns"] * 1e-9,
-            transfer_s=stats["total_ns"] * 1e-9,
-        )
-
-    def cancel(self) -> None:
-        """End it as cancelled unless it has ended; what is in flight becomes quiet later.
-
-        Notes
-        -----
-        No library can take back posted operations, so bytes may arrive until `is_quiet`. Does not
-        block.
-        """
-        self._agent._native.cancel(self._native)
-
-    def close(self, timeout: float = CLOSE_TIMEOUT_S) -> bool:
-        """Cancel it if it runs, and wait for quiet.
-
-        Parameters
-        ----------
-        timeout : float
-            Longest wait in seconds.
-
-        Returns
-        -------
-        bool
-            Whether it is quiet. If not, the agent keeps it, and the memory that it touches
-            registered, until it is.
-        """
-        if not self.state.is_end:
-            self.cancel()
-        return self.wait_quiet(timeout)
-
-    def __await__(self) -> Generator[None, None, TransferResult]:
-        yield from self._agent._completions.wait(self._native).__await__()
-        return self.result
-
-    def __repr__(self) -> str:
-        quiet = "" if self.is_quiet or not self.state.is_end else ", not quiet"
-        return f"<Transfer {self.id} with {self._peer.name!r}: {self.state.name}{quiet}>"
-
-
-@runtime_checkable
-class Agent(Protocol):
-    """What the layers above need of a transfer engine.
-
-    `pynixlkv.engine.EngineAgent` spells the contract out; `pynixlkv.testing.conformance` tests it.
-    """
+    # ---- memory
 
     @property
     def name(self) -> AgentName:
-        """Name of the agent, unique among those that talk to each other."""
-        ...
+        """Name of the agent, unique among the agents that talk to each other."""
+        return AgentName(self._native.name)
 
     def register(self, *memory: Registerable) -> Registration:
-        """Register memory for transfers, without copying it."""
-        ...
+        """Register memory for transfers, without copying it.
+
+        Parameters
+        ----------
+        *memory : KVCache, MemorySpan, torch tensor or numpy array
+            What to register. Tensors and arrays must be contiguous.
+
+        Returns
+        -------
+        Registration
+            A context manager; the agent keeps it and the memory until it is closed.
+
+        Raises
+        ------
+        ConfigError
+            If there is nothing to register, or something of 0 bytes.
+        LayoutError
+            If a tensor is not contiguous, or something is neither tensor nor array.
+        AlreadyRegisteredError
+            If a range overlaps one that is registered.
+        NativeError
+            If the library refuses the memory.
+        """
+        spans = tuple(span for item in memory for span in memory_spans(item))
+        rows, kinds = _span_arrays(spans)
+        native = self._native.register_memory(rows, kinds)
+        registration = Registration(self, native, spans, memory)
+        self._registrations[id(native)] = registration
+        return registration
+
+    def _deregister(self, native: _native.transfer.Registration) -> None:
+        self._native.deregister(native)
+        del self._registrations[id(native)]
+
+    @property
+    def registrations(self) -> tuple[Registration, ...]:
+        """What is registered now."""
+        return tuple(self._registrations.values())
+
+    # ---- peers
 
     def hello(self, *caches: KVCache) -> bytes:
-        """Describe this agent and some caches in its memory to a peer."""
-        ...
+        """Describe this agent, its registered memory and some caches in it to a peer.
+
+        Parameters
+        ----------
+        *caches : KVCache
+            Caches that the peer shall be able to plan against; their memory must be registered.
+
+        Returns
+        -------
+        bytes
+            For `connect` of the other side. Whoever holds them can read and write the registered
+            memory.
+
+        Raises
+        ------
+        NotRegisteredError
+            If a cache lies outside the registered memory.
+        ClosedError
+            If the agent is closed.
+        """
+        for cache in caches:
+            rows, _ = _span_arrays(cache.spans)
+            self._native.check_registered(rows)
+        return Hello(
+            agent=self.name,
+            incarnation=self._incarnation,
+            transfer_backend=self.transfer_backend,
+            backend_version=self._backend_version,
+            metadata=self._native.metadata(),
+            byte_order=sys.byteorder,
+            spans=[span for r in self.registrations for span in r.spans],
+            geometries=[cache.geometry for cache in caches],
+        ).seal(self._secret)
 
     def connect(self, hello: bytes) -> Peer:
-        """Connect to the agent that gave the hello."""
-        ...
+        """Connect to the agent that gave the hello, or refresh what is known of it.
+
+        A newer hello of the same agent object updates the peer's memory. One of a successor with
+        the same name gives a new generation, once the old one is lost or disconnected.
+
+        Parameters
+        ----------
+        hello : bytes
+            From `hello` of the other side. Untrusted: verified before anything native sees it.
+
+        Returns
+        -------
+        Peer
+            The connected generation.
+
+        Raises
+        ------
+        WireError
+            If the bytes are damaged or forged.
+        ProtocolVersionError
+            If hello format or library version differ.
+        HandshakeError
+            If the other side runs another engine.
+        DuplicatePeerError
+            If a live agent with the same name is connected, or it is this agent's own name.
+        NativeError
+            If the library refuses the metadata.
+        """
+        body = Hello.unseal(hello, self._secret)
+        self._check_compatible(body)
+        rows, kinds = _span_arrays(body.spans)
+        native = self._native.connect(body.agent, body.incarnation, body.metadata, rows, kinds)
+        return Peer(native, body.geometries)
+
+    def _check_compatible(self, hello: Hello) -> None:
+        if hello.agent == self.name:
+            raise DuplicatePeerError(
+                f"the hello is from an agent with this agent's own name {hello.agent!r}; "
+                "agent names must be unique"
+            )
+        if hello.transfer_backend != self.transfer_backend:
+            raise HandshakeError(
+                f"peer {hello.agent!r} has the transfer backend {hello.transfer_backend!r}, this "
+                f"agent {self.transfer_backend!r}; both sides need the same",
+                peer=hello.agent,
+            )
+        if hello.byte_order != sys.byteorder:
+            raise HandshakeError(
+                f"peer {hello.agent!r} runs on a {hello.byte_order}-endian machine, this agent on "
+                f"a {sys.byteorder}-endian one; both sides need the same",
+                peer=hello.agent,
+            )
+        if hello.backend_version.split(".")[:2] != self._backend_version.split(".")[:2]:
+            raise ProtocolVersionError(
+                f"peer {hello.agent!r} runs {hello.transfer_backend} {hello.backend_version}, this "
+                f"agent {self._backend_version}; their first two numbers must agree",
+                peer=hello.agent,
+                local_version=self._backend_version,
+                remote_version=hello.backend_version,
+            )
+
+    def is_alive(self, peer: Peer) -> bool:
+        """Ask the library whether the connection to a peer still stands; costs a small message.
+
+        A stopped process counts as alive. False also ends the peer's transfers.
+        """
+        return self._native.is_alive(peer._native)
+
+    def disconnect(self, peer: Peer) -> None:
+        """Cancel the peer's transfers and forget it once they are quiet."""
+        self._native.disconnect(peer._native)
 
     def read(
         self,
@@ -455,13 +334,57 @@ class Agent(Protocol):
         remote_blocks: BlockTable,
         *,
         notify: bytes | None = None,
-        timeout: float = ...,
+        timeout: float = DEFAULT_TIMEOUT_S,
         num_tokens: Positions | None = None,
         local_start: Positions = 0,
         remote_start: Positions = 0,
     ) -> Transfer:
-        """Pull blocks of the peer into local blocks."""
-        ...
+        """Pull blocks of the peer into local blocks.
+
+        Parameters
+        ----------
+        peer : Peer
+            Where from.
+        plan : TransferPlan
+            Local geometry against the peer's.
+        local_blocks, remote_blocks : array_like of int
+            Physical block numbers in token order, as in `TransferPlan.descriptors`.
+        notify : bytes, optional
+            Sent to the peer once all bytes are here; at most `MAX_NOTIFICATION_BYTES`.
+        timeout : float
+            Seconds until the transfer ends as timed out.
+        num_tokens, local_start, remote_start : int or mapping of str to int
+            As in `TransferPlan.descriptors`.
+
+        Returns
+        -------
+        Transfer
+            At once; whatever goes wrong later is its end state.
+
+        Raises
+        ------
+        PlanError
+            If the block tables do not fit, or the plan was made for another geometry of the peer.
+        NotRegisteredError
+            If the plan's memory is not registered on either side.
+        PeerLostError, StalePeerError
+            If this generation of the peer is not connected any more.
+        ClosedError
+            If the agent is closed.
+
+        Notes
+        -----
+        Returns in microseconds without blocking: rows are made, posted and progressed on the
+        engine's thread.
+        """
+        tables = plan.tables(
+            local_blocks,
+            remote_blocks,
+            num_tokens=num_tokens,
+            local_start=local_start,
+            remote_start=remote_start,
+        )
+        return self._submit(Operation.READ, peer, plan, tables, notify, timeout)
 
     def write(
         self,
@@ -471,38 +394,311 @@ class Agent(Protocol):
         remote_blocks: BlockTable,
         *,
         notify: bytes | None = None,
-        timeout: float = ...,
+        timeout: float = DEFAULT_TIMEOUT_S,
         num_tokens: Positions | None = None,
         local_start: Positions = 0,
         remote_start: Positions = 0,
     ) -> Transfer:
-        """Push local blocks into blocks of the peer."""
-        ...
+        """Push local blocks into blocks of the peer; everything else is as in `read`.
+
+        The notification is sent when the bytes are visible at the peer.
+        """
+        tables = plan.tables(
+            local_blocks,
+            remote_blocks,
+            num_tokens=num_tokens,
+            local_start=local_start,
+            remote_start=remote_start,
+        )
+        return self._submit(Operation.WRITE, peer, plan, tables, notify, timeout)
+
+    def _submit(
+        self,
+        op: Operation,
+        peer: Peer,
+        plan: TransferPlan,
+        tables: _native.kv.BlockTables,
+        notify: bytes | None,
+        timeout: float,
+    ) -> Transfer:
+        _check_message(notify)
+        self._check_plan(peer, plan)
+        native = self._native.submit_plan(int(op), peer._native, tables, notify, timeout)
+        return self._transfer(native, peer)
+
+    def read_descriptors(
+        self,
+        peer: Peer,
+        local: npt.NDArray[np.uint64],
+        remote: npt.NDArray[np.uint64],
+        *,
+        notify: bytes | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+    ) -> Transfer:
+        """Pull rows of memory that the caller has worked out.
+
+        Parameters
+        ----------
+        peer : Peer
+            Where from.
+        local, remote : ndarray of uint64, shape (n, 3)
+            Rows of address, length in bytes, device number, paired row by row; rows that are
+            written must not overlap. Copied before this returns.
+        notify, timeout
+            As in `read`.
+
+        Returns
+        -------
+        Transfer
+            At once.
+
+        Raises
+        ------
+        PlanError
+            If rows do not pair, differ in length, are empty, or overlap where they are written.
+        NotRegisteredError
+            If a row is outside the registered memory of its side.
+        PeerLostError, StalePeerError, ClosedError
+            As in `read`.
+        """
+        return self._submit_descriptors(Operation.READ, peer, local, remote, notify, timeout)
+
+    def write_descriptors(
+        self,
+        peer: Peer,
+        local: npt.NDArray[np.uint64],
+        remote: npt.NDArray[np.uint64],
+        *,
+        notify: bytes | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+    ) -> Transfer:
+        """Push rows of memory that the caller has worked out; as `read_descriptors`."""
+        return self._submit_descriptors(Operation.WRITE, peer, local, remote, notify, timeout)
+
+    def _submit_descriptors(
+        self,
+        op: Operation,
+        peer: Peer,
+        local: npt.NDArray[np.uint64],
+        remote: npt.NDArray[np.uint64],
+        notify: bytes | None,
+        timeout: float,
+    ) -> Transfer:
+        _check_message(notify)
+        native = self._native.submit_descriptors(
+            int(op), peer._native, _rows("local", local), _rows("remote", remote), notify, timeout
+        )
+        return self._transfer(native, peer)
+
+    def _transfer(self, native: _native.transfer.Transfer, peer: Peer) -> Transfer:
+        return Transfer(native, peer, self._cancel, self._completions.wait)
+
+    def _cancel(self, native: _native.transfer.Transfer) -> None:
+        self._native.cancel(native)
+
+    def _check_plan(self, peer: Peer, plan: TransferPlan) -> None:
+        if plan in peer._plans:
+            return
+        if plan.remote not in peer.geometries:
+            raise PlanError(
+                f"the plan's remote geometry is none of those that peer {peer.name!r} (generation "
+                f"{peer.generation}) described; make a plan from peer.geometry"
+            )
+        peer._plans.add(plan)
+
+    # ---- notifications
 
     def notify(self, peer: Peer, message: bytes) -> None:
-        """Send a notification by itself."""
-        ...
+        """Send a notification by itself.
+
+        Parameters
+        ----------
+        peer : Peer
+            Whom to tell.
+        message : bytes
+            At most `MAX_NOTIFICATION_BYTES`; may be empty.
+
+        Raises
+        ------
+        ConfigError
+            If the message is not bytes or too long.
+        PeerLostError
+            If the peer is not connected.
+
+        Notes
+        -----
+        Returns when the library has queued it; delivery is not confirmed.
+        """
+        _check_message(message)
+        self._native.notify(peer._native, message)
 
     def notifications(self, timeout: float = 0.0) -> list[Notification]:
-        """Take the notifications that have arrived, each once."""
-        ...
+        """Take the notifications that have arrived, each once, in order per sender.
+
+        Parameters
+        ----------
+        timeout : float
+            Longest wait in seconds for the first; 0 does not wait.
+
+        Returns
+        -------
+        list of Notification
+            Empty if none came in time.
+        """
+        return [
+            Notification(AgentName(peer), message)
+            for peer, message in self._native.take_notifications(timeout)
+        ]
 
     def wait_activity(self, seen: int, timeout: float) -> int:
-        """Wait until a notification has come or a transfer has ended or become quiet."""
-        ...
+        """Wait until something has happened here.
+
+        That is: a notification has come, a transfer has ended or become quiet, or `wake` was
+        called. One thread can so look after any number of transfers and peers.
+
+        Parameters
+        ----------
+        seen : int
+            What the call before returned; 0 at first.
+        timeout : float
+            Longest wait in seconds.
+
+        Returns
+        -------
+        int
+            A count that grows with whatever happens; equal to `seen` if nothing did in time.
+
+        Notes
+        -----
+        Blocks without the GIL. What happened between two calls is never missed.
+        """
+        return self._native.wait_activity(seen, timeout)
 
     def wake(self) -> None:
-        """Let `wait_activity` return."""
-        ...
+        """Let `wait_activity` return, in whichever threads wait in it."""
+        self._native.wake_waiters()
 
-    def is_alive(self, peer: Peer) -> bool:
-        """Ask whether the connection to a peer still stands."""
-        ...
+    # ---- life
 
-    def disconnect(self, peer: Peer) -> None:
-        """Cancel the peer's transfers and forget it."""
-        ...
+    @property
+    def quarantined(self) -> int:
+        """Transfers that have ended but may still move bytes."""
+        return self._native.quarantined
 
-    def close(self, timeout: float = ...) -> bool:
-        """Cancel what runs, wait for quiet, give everything back."""
-        ...
+    def close(self, timeout: float = CLOSE_TIMEOUT_S) -> bool:
+        """Cancel what runs, wait for quiet, deregister, disconnect. Idempotent.
+
+        Parameters
+        ----------
+        timeout : float
+            Longest wait in seconds.
+
+        Returns
+        -------
+        bool
+            True when everything is quiet and given back. False if transfers are still not quiet
+            (a peer that hangs): then a background thread keeps them and their memory until they
+            are, and the buffers must not be reused before another call returns True.
+        """
+        if os.getpid() != self._pid:
+            return True  # the parent's agent is the parent's to close
+        with self._close_lock:
+            self._closed = True
+            closed = self._native.close(timeout)
+            if closed:
+                self._registrations.clear()
+        return closed
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def __del__(self) -> None:
+        if getattr(self, "_native", None) is None or os.getpid() != self._pid:
+            return
+        if sys.is_finalizing():  # all agents were stopped at exit
+            return
+        if not self._closed:
+            warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=2)
+        if not self._native.close(0.0):
+            # Its thread and its buffers must outlive it until all is quiet.
+            _keeper.quarantine(self._native, self._registrations)
+
+    def __repr__(self) -> str:
+        if self._closed:
+            state = "closed"
+        else:
+            state = (
+                f"{len(self._registrations)} registrations, {self._native.running} running, "
+                f"{self._native.quarantined} quarantined"
+            )
+        return f"<{type(self).__name__} {self.name!r}: {state}>"
+
+
+class _Keeper:
+    """Keeps dropped agents until they are quiet, and stops all agents at exit."""
+
+    def __init__(self) -> None:
+        self._live: weakref.WeakSet[Agent] = weakref.WeakSet()
+        self._quarantined: list[tuple[_native.transfer.Agent, object]] = []
+        self._pid = os.getpid()
+
+    def add(self, agent: Agent) -> None:
+        if os.getpid() != self._pid:  # a forked child: what the parent had is not ours
+            self.__init__()  # type: ignore[misc]
+        self.reap()
+        self._live.add(agent)
+
+    def reap(self) -> int:
+        self._quarantined = [entry for entry in self._quarantined if not entry[0].is_closed]
+        return len(self._quarantined)
+
+    def quarantine(self, native: _native.transfer.Agent, memory: object) -> None:
+        self._quarantined.append((native, memory))
+
+    def stop_all(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        live = [agent._native for agent in self._live]
+        for native in live + [native for native, _ in self._quarantined]:
+            if not native.close(_EXIT_TIMEOUT_S):
+                native.stop(_EXIT_TIMEOUT_S)
+
+
+_keeper = _Keeper()
+atexit.register(_keeper.stop_all)
+
+
+def num_quarantined_agents() -> int:
+    """Return how many dropped agents still have transfers that may move bytes.
+
+    Returns
+    -------
+    int
+        Each such agent keeps its thread and its registered memory until it is quiet.
+    """
+    return _keeper.reap()
+
+
+def _span_arrays(spans: Iterable[MemorySpan]) -> tuple[npt.NDArray[np.uint64], list[int]]:
+    spans = tuple(spans)
+    rows = np.array([(s.address, s.nbytes, s.device) for s in spans], dtype=np.uint64)
+    return rows.reshape(-1, 3), [int(MemoryType(s.memory)) for s in spans]
+
+
+def _rows(side: str, rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    what = f"{side} descriptors"
+    checked = integers(what, rows, PlanError, columns=3, dtype=np.uint64)
+    return np.ascontiguousarray(checked, dtype=np.uint64)
+
+
+def _check_message(message: object) -> None:
+    if message is None:
+        return
+    if not isinstance(message, bytes):
+        raise ConfigError(f"a notification must be bytes, not {type(message).__name__}")
+    if len(message) > MAX_NOTIFICATION_BYTES:
+        raise ConfigError(
+            f"a notification of {len(message)} bytes exceeds the limit of {MAX_NOTIFICATION_BYTES}"
+        )

@@ -1,44 +1,37 @@
-"""What a rank holds: tensors become boxes with named axes, boxes become bytes for the peer.
+"""The memory layout of a rank's KV cache, as boxes with named axes.
 
 `KVCache` is made from the tensors of one rank and keeps them alive. Its `Geometry` is plain data
-with addresses in it: comparable, serialisable, and all that a peer needs to plan against.
+with addresses in it: comparable, serialisable, and all that a peer needs to plan transfers.
 """
 
 from __future__ import annotations
 
 import math
-import operator
-import struct
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from functools import cached_property
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
 
-from pynixlkv import _kernels
-from pynixlkv.errors import ConfigError, LayoutError, ProtocolVersionError, WireError
+from pynixlkv import _native, wire
+from pynixlkv._arrays import integers
+from pynixlkv.errors import ConfigError, LayoutError
 from pynixlkv.topology import held_heads
 from pynixlkv.types import MemorySpan, MemoryType
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-__all__ = ["AddressRange", "Axis", "Geometry", "Group", "KVCache", "Region", "memory_spans"]
+__all__ = ["Axis", "Geometry", "Group", "KVCache", "Region", "memory_spans"]
 
 _MAX_REGIONS = 4096
 _MAX_GROUPS = 64
 _MAX_LAYERS = 4096  # of one region; real models have some hundreds
-_MAGIC = b"PNKG"
-_VERSION = 1
-_HEADER = struct.Struct("<4sH")
 
-# Names of the axes in the order of csrc/kv/region.hpp, and the letters that stand for them. C is
-# not among them: it is K and D sharing one dimension.
+# Letters and names of the axes, in the order of csrc/kv/region.hpp. Letter C, K and D in one
+# dimension, has no axis of its own.
 _AXES = {"L": "layer", "K": "kv", "B": "block", "H": "head", "N": "token", "D": "dim"}
-
-_BOOLS = {bool, np.bool_}
 
 _Word = Annotated[int, msgspec.Meta(ge=0, lt=2**60)]
 _Count = Annotated[int, msgspec.Meta(ge=1, lt=2**60)]
@@ -65,7 +58,7 @@ class Axis(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
-    """A box of elements: where each element of some layers, heads, … lies.
+    """The addresses of a box of elements.
 
     The element with global indices (l, k, b, h, n, d) is at ``address`` plus, for each axis,
     ``(index - start) * stride`` bytes.
@@ -73,9 +66,9 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     Parameters
     ----------
     name : str
-        Name of the tensor; compared and reported, never computed with.
+        Name of the tensor, for messages.
     span : int
-        Index into `Geometry.spans` of the memory that holds all of it.
+        Index into `Geometry.spans` of the memory that holds the whole region.
     address : int
         Virtual address of the first element.
     layer, kv, block, head, token, dim : Axis
@@ -93,29 +86,8 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     dim: Axis
 
 
-class AddressRange(msgspec.Struct, frozen=True, array_like=True):
-    """A contiguous range of memory that is registered as a whole.
-
-    Parameters
-    ----------
-    address : int
-        First byte.
-    nbytes : int
-        Length in bytes, at least 1.
-    memory : MemoryType
-        Kind of memory.
-    device : int
-        Device ordinal; 0 for host memory.
-    """
-
-    address: _Word
-    nbytes: _Count
-    memory: MemoryType
-    device: _Word
-
-
 class Group(msgspec.Struct, frozen=True):
-    """Layers of the same kind, which share one block table per request.
+    """Layers that share one block table per request.
 
     Parameters
     ----------
@@ -134,15 +106,15 @@ class Group(msgspec.Struct, frozen=True):
     head_dim : int
         Elements per head and token, or of the latent.
     has_values : bool
-        There are keys and values; False for one latent or state.
+        True for keys and values, False for one latent or state.
     tp : tuple of (int, int)
         Tensor-parallel rank and size.
     dcp : tuple of (int, int)
-        Rank and size in the group that the tokens of a sequence are spread over.
+        Rank and size of the decode-context-parallel group.
     interleave : int
-        Consecutive tokens that go to one rank of that group before it is the next one's turn.
-    indivisible : str
-        Letters of the axes along which the inside is opaque.
+        Consecutive tokens that one rank of that group holds before the next rank's turn.
+    opaque_axes : str
+        Letters of the axes along which the inside is opaque; see `KVCache.from_tensors`.
     regions : tuple of Region
         The boxes; no element is in two of them.
     """
@@ -158,7 +130,7 @@ class Group(msgspec.Struct, frozen=True):
     tp: _Rank
     dcp: _Rank
     interleave: _Count
-    indivisible: Annotated[str, msgspec.Meta(max_length=len(_AXES))]
+    opaque_axes: Annotated[str, msgspec.Meta(max_length=len(_AXES))]
     regions: Annotated[tuple[Region, ...], msgspec.Meta(min_length=1, max_length=_MAX_REGIONS)]
 
     @property
@@ -175,11 +147,11 @@ class Group(msgspec.Struct, frozen=True):
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a sequence that one block stands for: all ranks' shares together."""
+        """Tokens of a sequence per block, the shares of all context-parallel ranks included."""
         return max(self.block_size, 1) * self.dcp[1]
 
     def differences(self, other: Group) -> list[tuple[str, object, object]]:
-        """Return what makes it impossible to move data between two groups.
+        """Return the differences that rule out a transfer between two groups.
 
         Parameters
         ----------
@@ -189,19 +161,19 @@ class Group(msgspec.Struct, frozen=True):
         Returns
         -------
         list of (str, object, object)
-            ``"<group>.<field>"``, value here, value there. Empty if they can be planned.
+            ``"<group>.<field>"``, value here, value there. Empty if a plan is possible.
         """
         agreed = ("dtype", "element_bytes", "kv_heads", "head_dim", "has_values")
         pairs = [(field, getattr(self, field), getattr(other, field)) for field in agreed]
-        pairs.append(("indivisible", sorted(self.indivisible), sorted(other.indivisible)))
+        pairs.append(("opaque_axes", sorted(self.opaque_axes), sorted(other.opaque_axes)))
         pairs.append(("has_tokens", self.block_size > 0, other.block_size > 0))
         return [(f"{self.name}.{field}", a, b) for field, a, b in pairs if a != b]
 
     def __post_init__(self) -> None:
         where = f"group {self.name!r}"
-        if set(self.indivisible) - set(_AXES) or len(set(self.indivisible)) < len(self.indivisible):
+        if set(self.opaque_axes) - set(_AXES) or len(set(self.opaque_axes)) < len(self.opaque_axes):
             raise LayoutError(
-                f"{where}: indivisible is {self.indivisible!r}; expected different letters "
+                f"{where}: opaque_axes is {self.opaque_axes!r}; expected different letters "
                 f"of {''.join(_AXES)!r}"
             )
         wholes = {
@@ -225,12 +197,12 @@ class Group(msgspec.Struct, frozen=True):
                     )
 
 
-class Geometry(msgspec.Struct, frozen=True):
-    """Where a rank's whole KV cache lies; what a peer needs to plan transfers with it.
+class Geometry(msgspec.Struct, frozen=True, dict=True):
+    """The layout of a rank's whole KV cache: all that a peer needs to plan transfers.
 
     Parameters
     ----------
-    spans : tuple of AddressRange
+    spans : tuple of MemorySpan
         Memory to register, ascending and disjoint.
     groups : tuple of Group
         At least one; names differ.
@@ -238,22 +210,26 @@ class Geometry(msgspec.Struct, frozen=True):
     Raises
     ------
     LayoutError
-        If anything lies outside its span, overlaps, is held twice, or is out of range.
+        If a region lies outside its span, two regions overlap or hold the same element, or a
+        number is out of range.
 
     Notes
     -----
-    Immutable, hashable, comparable with ``==`` (addresses included; see `differences` for what
-    matters to a peer). Safe from several threads.
+    Immutable, hashable, safe from several threads. ``==`` compares addresses too; `differences`
+    compares what matters to a peer.
     """
 
-    spans: Annotated[tuple[AddressRange, ...], msgspec.Meta(min_length=1, max_length=_MAX_REGIONS)]
+    spans: Annotated[tuple[MemorySpan, ...], msgspec.Meta(min_length=1, max_length=_MAX_REGIONS)]
     groups: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1, max_length=_MAX_GROUPS)]
 
     def __post_init__(self) -> None:
-        names = [group.name for group in self.groups]
-        if len(set(names)) < len(names):
-            raise LayoutError(f"group names are {names}; each may appear once")
-        _kernels.check_geometry(_words(self.spans, self.groups))
+        if len(set(self.names)) < len(self.groups):
+            raise LayoutError(f"group names are {self.names}; each may appear once")
+        self._native  # noqa: B018 - its constructor checks the rest
+
+    @cached_property
+    def _native(self) -> _native.kv.Geometry:
+        return _native.kv.Geometry(self)
 
     def to_bytes(self) -> bytes:
         """Serialise for a peer.
@@ -261,13 +237,13 @@ class Geometry(msgspec.Struct, frozen=True):
         Returns
         -------
         bytes
-            A magic, a version, and MessagePack.
+            A geometry in the envelope of `pynixlkv.wire`.
         """
-        return _HEADER.pack(_MAGIC, _VERSION) + msgspec.msgpack.encode(self)
+        return wire.seal(self, "geometry")
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Geometry:
-        """Read what `to_bytes` wrote. The bytes may come from anyone.
+        """Read what `to_bytes` wrote; safe on untrusted bytes.
 
         Parameters
         ----------
@@ -277,7 +253,7 @@ class Geometry(msgspec.Struct, frozen=True):
         Returns
         -------
         Geometry
-            Checked as if it had been made here: sizes capped, every region inside its span.
+            Checked as one made here: sizes bounded, every region inside its span.
 
         Raises
         ------
@@ -286,20 +262,12 @@ class Geometry(msgspec.Struct, frozen=True):
         WireError
             If it is damaged, truncated, or impossible.
         """
-        data = bytes(data)
-        if len(data) < _HEADER.size or data[:4] != _MAGIC:
-            raise WireError(f"not a geometry: {len(data)} bytes that begin with {data[:4]!r}")
-        version = _HEADER.unpack_from(data)[1]
-        if version != _VERSION:
-            raise ProtocolVersionError(
-                f"geometry has version {version}, expected {_VERSION}; use the same pynixlkv",
-                local_version=str(_VERSION),
-                remote_version=str(version),
-            )
-        try:
-            return msgspec.msgpack.decode(data[_HEADER.size :], type=cls)
-        except (msgspec.DecodeError, LayoutError, UnicodeDecodeError) as error:
-            raise WireError(f"geometry of {len(data)} bytes is damaged: {error}") from error
+        return wire.unseal(data, cls, "geometry")
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the groups, in their order."""
+        return [group.name for group in self.groups]
 
     def select(self, names: Iterable[str]) -> list[Group]:
         """Return groups by name.
@@ -307,7 +275,7 @@ class Geometry(msgspec.Struct, frozen=True):
         Parameters
         ----------
         names : iterable of str
-            Names of groups that are there.
+            Names of groups of this geometry.
 
         Returns
         -------
@@ -317,23 +285,8 @@ class Geometry(msgspec.Struct, frozen=True):
         by_name = {group.name: group for group in self.groups}
         return [by_name[name] for name in names]
 
-    def words(self, names: Iterable[str]) -> NDArray[np.uint64]:
-        """Return the flat form that native code takes.
-
-        Parameters
-        ----------
-        names : iterable of str
-            The groups to include, in this order.
-
-        Returns
-        -------
-        ndarray of uint64, shape (n,)
-            As described in ``csrc/kv/region.hpp``.
-        """
-        return _words(self.spans, self.select(names))
-
     def differences(self, other: Geometry) -> list[tuple[str, object, object]]:
-        """Return what makes it impossible to move data between two caches.
+        """Return the differences that rule out transfers between two caches.
 
         Parameters
         ----------
@@ -343,8 +296,8 @@ class Geometry(msgspec.Struct, frozen=True):
         Returns
         -------
         list of (str, object, object)
-            Field (``"groups"`` or ``"<group>.<field>"``), value here, value there. Empty if they
-            can be planned. Layouts, block sizes, pool sizes, ranks and names may differ freely.
+            Field (``"groups"`` or ``"<group>.<field>"``), value here, value there. Empty if a plan
+            is possible. Layouts, block sizes, pool sizes, ranks and names may differ freely.
         """
         mine = {group.name: group for group in self.groups}
         theirs = {group.name: group for group in other.groups}
@@ -361,31 +314,9 @@ def _stop(axis: Axis) -> int:
     return axis.start + axis.count
 
 
-def _words(spans: Sequence[AddressRange], groups: Sequence[Group]) -> NDArray[np.uint64]:
-    """Return the flat form that csrc/kv reads; its layout is described in kv/region.hpp."""
-    words = [len(spans)]
-    for span in spans:
-        words += (span.address, span.nbytes, span.device)
-    words.append(len(groups))
-    for group in groups:
-        words += (group.element_bytes, group.num_blocks, max(group.block_size, 1), *group.dcp)
-        words += (group.interleave, group.kv_heads is not None)
-        words.append(sum(1 << i for i, axis in enumerate(_AXES) if axis in group.indivisible))
-        words.append(len(group.regions))
-        for region in group.regions:
-            words += (region.span, region.address)
-            for name in _AXES.values():
-                axis = getattr(region, name)
-                words += (axis.start, axis.count, axis.stride)
-    try:
-        return np.array(words, np.uint64)
-    except OverflowError as error:
-        raise LayoutError("a number of the geometry is negative or above 2**64 - 1") from error
-
-
 @dataclass(frozen=True)
 class _Array:
-    """What matters of a tensor or array."""
+    """Address, layout and owner of a tensor or array."""
 
     address: int
     shape: tuple[int, ...]
@@ -458,7 +389,7 @@ def _read_tensor(name: str, tensor: Any) -> _Array:  # noqa: ANN401
 
 
 def _resolve_axes(name: str, axes: str, shape: tuple[int, ...], *, apart: bool) -> str:
-    """Return the letters of one array's dimensions. `apart`: K and V are arrays of their own."""
+    """Return the letters of an array's dimensions. `apart`: K and V are in separate arrays."""
     where = f"tensor {name!r} of shape {shape}: axes {axes!r}"
     if axes in ("HND", "NHD"):
         candidates = ["B" + axes] if apart else ["BK" + axes, "KB" + axes]
@@ -494,7 +425,7 @@ def _resolve_axes(name: str, axes: str, shape: tuple[int, ...], *, apart: bool) 
 
 @dataclass(frozen=True)
 class _Box:
-    """An array with its axes, its layers still counted from 0."""
+    """An array with its axes; layers count from 0."""
 
     name: str
     array: _Array
@@ -548,7 +479,7 @@ def _layer_numbers(boxes: Sequence[list[_Box]], layers: Sequence[int] | None) ->
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (index, count) of the stretches of consecutive numbers."""
+    """Return (index, count) of each stretch of consecutive numbers."""
     cuts = [0, *(i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1)]
     return [(a, b - a) for a, b in zip(cuts, [*cuts[1:], len(numbers)], strict=True)]
 
@@ -558,40 +489,29 @@ def _extent(array: _Array) -> tuple[int, int]:
     return array.address, array.address + reach + array.element_bytes
 
 
-def _find_spans(arrays: Sequence[_Array]) -> list[MemorySpan]:
-    """Return the fewest ranges that hold the arrays: one per storage, touching ones joined."""
-    by_storage: dict[object, list[_Array]] = {}
+def _find_spans(arrays: Sequence[_Array]) -> tuple[MemorySpan, ...]:
+    """Return one range per storage, with touching ones joined."""
+    extents: dict[tuple[MemoryType, int, object], tuple[int, int]] = {}
     for array in arrays:
-        by_storage.setdefault((array.memory, array.device, array.storage), []).append(array)
-    pieces = []
-    for members in by_storage.values():
-        extents = [_extent(array) for array in members]
-        pieces.append((min(a for a, _ in extents), max(b for _, b in extents), members))
-    pieces.sort(key=lambda piece: piece[:2])
-    joined = pieces[:1]
-    for begin, end, members in pieces[1:]:
-        last_begin, last_end, last = joined[-1]
-        same = (last[0].memory, last[0].device) == (members[0].memory, members[0].device)
-        # Device memory of two allocations may adjoin, but is registered apart.
-        touches = begin < last_end or (begin == last_end and members[0].memory is MemoryType.DRAM)
-        if touches and same:
-            joined[-1] = (last_begin, max(end, last_end), [*last, *members])
-        else:
-            joined.append((begin, end, members))
-    return [
-        MemorySpan(
-            begin,
-            end - begin,
-            members[0].memory,
-            members[0].device,
-            keepalive=tuple(array.owner for array in members),
-        )
-        for begin, end, members in joined
-    ]
+        key = (array.memory, array.device, array.storage)
+        begin, end = _extent(array)
+        low, high = extents.get(key, (begin, end))
+        extents[key] = min(low, begin), max(high, end)
+    spans: list[MemorySpan] = []
+    for (memory, device, _), (begin, end) in sorted(extents.items(), key=lambda item: item[1]):
+        if spans and (spans[-1].memory, spans[-1].device) == (memory, device):
+            last = spans[-1]
+            last_end = last.address + last.nbytes
+            # Adjoining allocations of device memory are registered separately.
+            if begin < last_end or (begin == last_end and memory is MemoryType.DRAM):
+                spans.pop()
+                begin, end = last.address, max(end, last_end)
+        spans.append(MemorySpan(begin, end - begin, memory, device))
+    return tuple(spans)
 
 
 def memory_spans(memory: object) -> tuple[MemorySpan, ...]:
-    """Return the ranges of memory that something stands for, to register them.
+    """Return the ranges of memory to register for a cache, span, tensor or array.
 
     Parameters
     ----------
@@ -601,14 +521,14 @@ def memory_spans(memory: object) -> tuple[MemorySpan, ...]:
     Returns
     -------
     tuple of MemorySpan
-        Each holds what owns the memory.
+        The caller keeps the memory.
 
     Raises
     ------
     LayoutError
-        If it is neither of these, or a tensor or array with gaps.
+        If `memory` has another type, or is a tensor or array with gaps.
     ConfigError
-        If it has no bytes.
+        If `memory` has no bytes.
     """
     if isinstance(memory, KVCache):
         return memory.spans
@@ -624,16 +544,7 @@ def memory_spans(memory: object) -> tuple[MemorySpan, ...]:
             f"an array of shape {array.shape} and strides {array.strides} bytes is not contiguous; "
             "register the array that it is a view of, or make a contiguous copy"
         )
-    return (MemorySpan(begin, nbytes, array.memory, array.device, keepalive=array.owner),)
-
-
-@dataclass(frozen=True)
-class _Draft:
-    """A group before its spans are known: the axes of each region, and its array."""
-
-    name: str
-    fields: dict[str, Any]
-    regions: tuple[tuple[str, _Array, int, dict[str, Axis]], ...]
+    return (MemorySpan(begin, nbytes, array.memory, array.device),)
 
 
 class KVCache:
@@ -646,42 +557,26 @@ class KVCache:
     Immutable. Copies nothing: transfers move bytes in and out of the tensors that were given.
     """
 
-    __slots__ = ("_drafts", "geometry", "spans")
+    __slots__ = ("_arrays", "geometry")
 
     geometry: Geometry
-    """Where everything lies; send ``geometry.to_bytes()`` to the peer."""
-    spans: tuple[MemorySpan, ...]
-    """Memory to register with an agent; holds the tensors."""
+    """The layout; send ``geometry.to_bytes()`` to the peer."""
 
     DEFAULT_GROUP: ClassVar[str] = "kv"
 
-    def __init__(self, drafts: Sequence[_Draft]) -> None:
-        self._drafts = tuple(drafts)
-        self.spans = tuple(
-            _find_spans([array for draft in drafts for _, array, _, _ in draft.regions])
-        )
-        self.geometry = Geometry(
-            tuple(AddressRange(s.address, s.nbytes, s.memory, s.device) for s in self.spans),
-            tuple(self._finish(draft) for draft in drafts),
-        )
-        try:  # what a peer would refuse is refused here
+    def __init__(self, arrays: Sequence[_Array], groups: Sequence[Group]) -> None:
+        self._arrays = tuple(arrays)
+        spans = _find_spans(arrays)
+        self.geometry = Geometry(spans, tuple(_place(group, spans) for group in groups))
+        try:  # refuse here what a peer would refuse
             msgspec.convert(msgspec.to_builtins(self.geometry), Geometry)
         except msgspec.ValidationError as error:
             raise LayoutError(f"the geometry cannot be sent: {error}") from error
 
-    def _finish(self, draft: _Draft) -> Group:
-        regions = []
-        for name, array, address, axes in draft.regions:
-            span = next(
-                i
-                for i, s in enumerate(self.spans)
-                if (s.memory, s.device) == (array.memory, array.device)
-                and s.address <= address < s.address + s.nbytes
-            )
-            regions.append(
-                Region(name, span, address, **{_AXES[letter]: axes[letter] for letter in _AXES})
-            )
-        return Group(draft.name, **draft.fields, regions=tuple(regions))
+    @property
+    def spans(self) -> tuple[MemorySpan, ...]:
+        """Memory to register with an agent; the cache holds the tensors."""
+        return self.geometry.spans
 
     def __repr__(self) -> str:
         groups = ", ".join(
@@ -704,48 +599,48 @@ class KVCache:
         dtype: str | None = None,
         dcp: tuple[int, int] = (0, 1),
         interleave: int = 1,
-        indivisible: str = "",
+        opaque_axes: str = "",
     ) -> KVCache:
         """Describe the tensors of one group of layers.
 
         Parameters
         ----------
         tensors : mapping of str to tensor or pair of tensors
-            Torch tensors (cpu or cuda, any dtype) or numpy arrays, by layer name. Any strides
-            that do not overlap: views, permuted and padded tensors are fine. A pair holds K and V
-            of a layer in tensors of their own. All must agree in dtype, number of blocks, tokens
-            per block and head size.
+            Torch tensors (cpu or cuda, any dtype) or numpy arrays, by layer name. Elements must
+            not overlap; views, permuted and padded tensors are fine. A pair holds K and V of a
+            layer in separate tensors. All must agree in dtype, number of blocks, tokens per block
+            and head size.
         axes : str
             The dimensions of each tensor, in its order, one letter each: ``L`` layer, ``K`` K or V
             (of size 2), ``B`` block, ``H`` KV head, ``N`` token, ``D`` element of a head or of
-            the latent, or instead of K and D: ``C``, K's elements and then V's. Each letter at
-            most once; B and one of D and C must be there. Without ``N`` the group is state that
-            moves block by block. ``"HND"`` and ``"NHD"`` stand for the order with B and K, in
-            either order, in front, where only one of the two fits the shape, or with B in front
-            for pairs; ``"MLA"`` stands for ``"BND"``.
+            the latent; ``C``, instead of K and D, K's elements and then V's. Each letter at most
+            once; B and one of D and C are required. Without ``N`` the group is state that moves
+            block by block. ``"HND"`` and ``"NHD"`` stand for ``"BK"`` or ``"KB"`` and these
+            letters, whichever alone fits the shape, or for ``"B"`` and these letters for pairs;
+            ``"MLA"`` stands for ``"BND"``.
         kv_heads : int or None
             KV heads (or equal shards of state) of the whole model; None if every rank holds
-            the whole (MLA), whatever `tp` is. Dimension H must be what the rank holds
-            according to `pynixlkv.topology.held_heads`, and may be left out if that is one.
+            the whole (MLA), whatever `tp` is. Dimension H must be as long as
+            `pynixlkv.topology.held_heads` says, and may be left out if that is 1.
         tp : tuple of (int, int)
             Tensor-parallel rank and size.
         layers : sequence of int, optional
             Global index of each layer, in the order of the mapping and, inside a tensor, of its
-            dimension L. By default 0, 1, 2, …. Both sides of a transfer must number alike;
-            a pipeline stage gives the numbers that the whole model uses.
+            dimension L. By default 0, 1, 2, …. Both sides of a transfer must use the same
+            numbers; a pipeline stage uses those of the whole model.
         group : str
             Name of the group; groups of two sides meet by name.
         dtype : str, optional
-            Name of the element type where the tensor's own does not say it (a ``uint16`` view of
-            bfloat16). Never changes the size.
+            Name of the element type if the tensor's own does not tell (a ``uint16`` view of
+            bfloat16). The element size stays the tensor's.
         dcp : tuple of (int, int)
-            Rank and size of the decode-context-parallel group over which tokens are interleaved.
+            Rank and size of the decode-context-parallel group, over which tokens are interleaved.
         interleave : int
             Consecutive tokens per turn in that group; divides the tokens per block.
-        indivisible : str
-            Letters of axes along which the inside of the cache is opaque. Along such an axis,
-            and along all axes of smaller stride, both sides must have the same layout and extent,
-            and everything moves whole. ``"N"`` means whole blocks of tokens: a tail is rounded up.
+        opaque_axes : str
+            Letters of axes along which the inside of the cache is opaque. Along such an axis and
+            all axes of smaller stride, both sides must have the same layout and extent, and
+            everything moves whole. ``"N"`` moves whole blocks of tokens: a tail is rounded up.
 
         Returns
         -------
@@ -755,12 +650,12 @@ class KVCache:
         Raises
         ------
         LayoutError
-            If a tensor, the axes, or the numbers do not fit each other. Says what was seen, what
-            was expected, and which tensor it was.
+            If the tensors, the axes and the numbers do not fit each other; the message names the
+            tensor, the value and what was expected.
 
         Notes
         -----
-        Does not copy or touch the tensors' data. The cache and its spans keep the tensors alive.
+        Does not copy or touch the tensors' data. The cache keeps the tensors alive.
         """
         entries = list(tensors.items()) if hasattr(tensors, "items") else []
         if not entries:
@@ -768,7 +663,7 @@ class KVCache:
                 f"tensors is a {type(tensors).__name__} without entries; expected a mapping of "
                 "layer name to tensor"
             )
-        texts: dict[str, object] = {"axes": axes, "group": group, "indivisible": indivisible}
+        texts: dict[str, object] = {"axes": axes, "group": group, "opaque_axes": opaque_axes}
         for what, text in texts.items():
             if not isinstance(text, str):
                 raise LayoutError(f"{what} is {text!r}; expected a str")
@@ -777,7 +672,7 @@ class KVCache:
         boxes = [_read_layer(str(name), value, axes) for name, value in entries]
         _check_distinct([box for tensor in boxes for box in tensor])
         first = boxes[0][0]
-        regions = []
+        regions: list[Region] = []
         for tensor, numbers in zip(boxes, _layer_numbers(boxes, layers), strict=True):
             for box in tensor:
                 _check_alike(first, box)
@@ -787,37 +682,33 @@ class KVCache:
                         f"{tp[1]} holds {len(held)} of kv_heads={kv_heads} "
                         f"({held.start} to {held.stop - 1})"
                     )
-                head = box.axes["H"]
-                placed = {**box.axes, "H": Axis(held.start, head.count, head.stride)}
-                stride = box.axes["L"].stride
-                for at, count in _runs(numbers):
-                    layer = Axis(numbers[at], count, stride if count > 1 else 0)
-                    address = box.array.address + at * stride
-                    regions.append((box.name, box.array, address, {**placed, "L": layer}))
-        fields = {
-            "dtype": dtype or first.array.dtype,
-            "element_bytes": first.array.element_bytes,
-            "block_size": first.axes["N"].count if first.has_tokens else 0,
-            "num_blocks": first.axes["B"].count,
-            "kv_heads": kv_heads,
-            "head_dim": first.axes["D"].count,
-            "has_values": first.has_values,
-            "tp": tp,
-            "dcp": dcp,
-            "interleave": _integers("interleave", [interleave])[0],
-            "indivisible": indivisible,
-        }
-        return cls([_Draft(group, fields, tuple(regions))])
+                regions.extend(_regions(box, numbers, held))
+        made = Group(
+            name=group,
+            dtype=dtype or first.array.dtype,
+            element_bytes=first.array.element_bytes,
+            block_size=first.axes["N"].count if first.has_tokens else 0,
+            num_blocks=first.axes["B"].count,
+            kv_heads=kv_heads,
+            head_dim=first.axes["D"].count,
+            has_values=first.has_values,
+            tp=tp,
+            dcp=dcp,
+            interleave=_integers("interleave", [interleave])[0],
+            opaque_axes=opaque_axes,
+            regions=tuple(regions),
+        )
+        return cls([box.array for tensor in boxes for box in tensor], [made])
 
     @classmethod
     def combine(cls, *caches: KVCache) -> KVCache:
-        """Join caches into one whose groups have block tables of their own.
+        """Join caches into one; each group keeps its own block table.
 
         Parameters
         ----------
         *caches : KVCache
-            One or more; the names of their groups must differ. Groups may lie in the same memory
-            (a shared pool of blocks) if equal block numbers are equal bytes.
+            One or more; the names of their groups must differ. Groups may share memory (a pool of
+            blocks) if equal block numbers mean equal bytes.
 
         Returns
         -------
@@ -832,7 +723,30 @@ class KVCache:
         """
         if not caches:
             raise LayoutError("there are no caches to combine; give one or more")
-        return cls([draft for cache in caches for draft in cache._drafts])
+        return cls(
+            [array for cache in caches for array in cache._arrays],
+            [group for cache in caches for group in cache.geometry.groups],
+        )
+
+
+def _regions(box: _Box, numbers: list[int], held: range) -> Iterator[Region]:
+    """Make a region of each stretch of consecutive layers."""
+    axes = {name: box.axes[letter] for letter, name in _AXES.items()}
+    axes["head"] = msgspec.structs.replace(axes["head"], start=held.start)
+    stride = axes["layer"].stride
+    for at, count in _runs(numbers):
+        axes["layer"] = Axis(numbers[at], count, stride if count > 1 else 0)
+        yield Region(box.name, 0, box.array.address + at * stride, **axes)
+
+
+def _place(group: Group, spans: Sequence[MemorySpan]) -> Group:
+    """Return a group whose regions name their spans."""
+    starts = [span.address for span in spans]
+    regions = tuple(
+        msgspec.structs.replace(region, span=bisect_right(starts, region.address) - 1)
+        for region in group.regions
+    )
+    return msgspec.structs.replace(group, regions=regions)
 
 
 def _read_layer(name: str, value: Any, axes: str) -> list[_Box]:  # noqa: ANN401
@@ -881,9 +795,7 @@ def _pair(what: str, value: tuple[int, int]) -> tuple[int, int]:
 
 def _integers(what: str, values: Iterable[int]) -> list[int]:
     try:
-        numbers = list(values)
-        if not _BOOLS.isdisjoint(map(type, numbers)):
-            raise TypeError("a bool is no number")
-        return [operator.index(value) for value in numbers]
-    except TypeError as error:
+        numbers: list[int] = integers(what, list(values), LayoutError).tolist()
+        return numbers
+    except (TypeError, LayoutError) as error:
         raise LayoutError(f"{what} is {values!r}; expected integers") from error

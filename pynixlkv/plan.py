@@ -1,7 +1,7 @@
-"""From two geometries to byte moves: which runs of bytes two block tables exchange.
+"""From two geometries and two block tables to the byte ranges to move.
 
-A `TransferPlan` is made once per pair of ranks and turns block tables into descriptors as often as
-needed. The arithmetic is in csrc/kv; here arguments are checked and named.
+A `TransferPlan` is made once per pair of ranks and used for every transfer between them. The
+arithmetic is in csrc/kv; this module checks arguments.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from pynixlkv import _kernels
+from pynixlkv import _kernels, _native
+from pynixlkv._arrays import first_outside, integers
 from pynixlkv.errors import PlanError
 from pynixlkv.geometry import Geometry
 from pynixlkv.types import MemoryType, Operation
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 
     from pynixlkv.geometry import Group
 
+    _GroupTables = tuple[NDArray[np.int64], NDArray[np.int64], int, int, int]
+
 __all__ = [
-    "BlockTables",
     "Coverage",
     "GroupDescription",
     "PlanDescription",
@@ -31,26 +33,8 @@ __all__ = [
     "physical_blocks",
 ]
 
-_UNLIMITED = 2**60 - 1
 _MAX_POSITION = 2**48 - 1  # far beyond any context, and sums of positions stay far below 2**60
-_BOOLS = {bool, np.bool_}
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class BlockTables:
-    """Block tables in the flat form that native code takes; made by `TransferPlan.tables`.
-
-    Parameters
-    ----------
-    ids : ndarray of int64, shape (n,)
-        Block ids: local then remote table, group after group.
-    headers : ndarray of int64, shape (5 * groups,)
-        Per group: local count, remote count, num_tokens or -1, local_start, remote_start.
-    """
-
-    ids: NDArray[np.int64]
-    headers: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -60,11 +44,11 @@ class Coverage:
     Parameters
     ----------
     tokens : range
-        Token positions that both tables cover and that are wanted (blocks, for state).
+        Token positions below ``num_tokens`` that both tables cover (blocks, for state).
     local, remote : range
-        Indices into each table of the blocks that these tokens touch.
+        Indices into each table of the blocks that hold these tokens.
     local_only, remote_only : tuple of int
-        Indices into each table of the blocks that they do not touch: left to compute, or unread.
+        Indices into each table of the other blocks: left to compute, or left unread.
     """
 
     tokens: range
@@ -76,7 +60,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class GroupDescription:
-    """What a pair of blocks costs in one group.
+    """Cost of one pair of blocks of a group.
 
     Parameters
     ----------
@@ -85,11 +69,11 @@ class GroupDescription:
     bytes_per_block : int
         Bytes moved per pair of blocks; per pair of the smaller blocks if the sizes differ.
     runs_per_block : int
-        Contiguous runs these bytes are in, before blocks are merged and long runs cut.
+        Contiguous runs of bytes, before blocks are merged and long runs cut.
     shortest_run, longest_run : int
-        Bytes of the shortest and the longest of them.
+        Bytes of the shortest and the longest run.
     best_runs_per_block : int
-        Runs in the best layout, which keeps all that a peer wants of a block in one piece.
+        Runs in the best layout, where all that a peer wants of a block is contiguous.
     """
 
     group: str
@@ -102,7 +86,7 @@ class GroupDescription:
 
 @dataclass(frozen=True)
 class PlanDescription:
-    """What a plan costs, and what it costs for certain tables if they were given.
+    """Cost of a plan per block, and of one transfer if block tables were given.
 
     Parameters
     ----------
@@ -112,14 +96,14 @@ class PlanDescription:
         Bytes that the tables move; 0 without tables.
     num_runs : int
         Runs before adjacent ones are merged and long ones cut.
-    num_rows : int
-        Descriptors after both.
+    num_descriptors : int
+        Descriptors after merging and cutting.
     """
 
     groups: tuple[GroupDescription, ...]
     num_bytes: int = 0
     num_runs: int = 0
-    num_rows: int = 0
+    num_descriptors: int = 0
 
     def __str__(self) -> str:
         lines = [
@@ -128,12 +112,15 @@ class PlanDescription:
             for g in self.groups
         ]
         if self.num_runs:
-            lines.append(f"{self.num_bytes} bytes: {self.num_runs} runs -> {self.num_rows} rows")
+            lines.append(
+                f"{self.num_bytes} bytes: {self.num_runs} runs -> "
+                f"{self.num_descriptors} descriptors"
+            )
         return "\n".join(lines)
 
 
 def physical_blocks(logical_blocks: ArrayLike, ratio: int) -> NDArray[np.int64]:
-    """Expand the block numbers of an engine whose kernels use smaller blocks.
+    """Return the blocks of the attention kernels for the larger blocks of an engine.
 
     Parameters
     ----------
@@ -155,9 +142,7 @@ def physical_blocks(logical_blocks: ArrayLike, ratio: int) -> NDArray[np.int64]:
     """
     if ratio < 1:
         raise PlanError(f"ratio is {ratio}; expected physical blocks per logical one, 1 or more")
-    blocks = _block_ids("logical_blocks", logical_blocks)
-    expanded: NDArray[np.int64] = (blocks[:, None] * ratio + np.arange(ratio)).reshape(-1)
-    return expanded
+    return _kernels.physical_blocks(_block_ids("logical_blocks", logical_blocks), ratio)
 
 
 class TransferPlan:
@@ -168,14 +153,14 @@ class TransferPlan:
     local, remote : Geometry
         The two sides. Groups meet by name, layers, heads and elements by global index.
     heads : iterable of int, optional
-        Global KV heads to move, held by both sides; as `Source.heads` of
-        `pynixlkv.topology.read_sources` says. By default all that the local side holds. Groups
-        that every rank holds whole take no part in the choice and move whole.
+        Global KV heads to move, held by both sides: `Source.heads` of
+        `pynixlkv.topology.read_sources`. By default all that the local side holds. Groups that
+        every rank holds whole always move whole.
     layers : iterable of int, optional
         Global layers to move, held by both sides. By default all that the local side holds.
     groups : iterable of str, optional
-        Names of the groups to move, held by both sides. By default all; then both sides must have
-        the same ones.
+        Names of the groups to move, held by both sides. By default all; both sides must then have
+        the same.
     max_bytes : int, optional
         Longest descriptor in bytes, at least 1; longer runs are cut. By default no limit.
 
@@ -192,26 +177,15 @@ class TransferPlan:
     runs per block, not to the size of the pools.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_program",
-        "groups",
-        "local",
-        "max_bytes",
-        "memory",
-        "program",
-        "remote",
-    )
+    __slots__ = ("__weakref__", "_native", "groups", "local", "max_bytes", "memory", "remote")
 
     local: Geometry
     remote: Geometry
     groups: tuple[str, ...]
-    """Names of the groups that move, in the order of `BlockTables`."""
+    """Names of the groups that move, in the plan's order."""
     max_bytes: int | None
     memory: tuple[MemoryType, MemoryType]
-    """Kind of memory of the local and the remote rows."""
-    program: NDArray[np.uint64]
-    """The compiled plan as words, read-only, for `pynixlkv::kv::Plan::from_words`."""
+    """Kind of memory of the local and the remote side."""
 
     def __init__(
         self,
@@ -236,21 +210,23 @@ class TransferPlan:
             _memory("local", local, sides[0]),
             _memory("remote", remote, sides[1]),
         )
-        if max_bytes is not None and (type(max_bytes) in _BOOLS or not _is_count(max_bytes)):
+        if max_bytes is not None and not (_is_integer(max_bytes) and max_bytes >= 1):
             raise PlanError(
                 f"max_bytes is {max_bytes!r}; expected an integer from 1 on, or None for no limit"
             )
-        selection = [min(max_bytes or _UNLIMITED, _UNLIMITED), *wanted_heads, *wanted_layers]
-        self.program = _kernels.compile_plan(
-            local.words(self.groups),
-            remote.words(self.groups),
-            np.array(selection, np.uint64),
+        self._native = _native.kv.Plan(
+            local._native,
+            remote._native,
+            local_groups=[local.names.index(name) for name in self.groups],
+            remote_groups=[remote.names.index(name) for name in self.groups],
+            max_bytes=None if max_bytes is None else min(int(max_bytes), 2**60),
+            heads=wanted_heads,
+            layers=wanted_layers,
         )
-        self.program.flags.writeable = False
-        self._program = _kernels.Program(self.program)
 
     def __repr__(self) -> str:
-        return f"<TransferPlan {', '.join(self.groups)}: {self.program.size} words>"
+        local, remote = self.memory
+        return f"<TransferPlan {', '.join(self.groups)}: {local.name}, {remote.name}>"
 
     def tables(
         self,
@@ -260,8 +236,8 @@ class TransferPlan:
         num_tokens: int | Mapping[str, int] | None = None,
         local_start: int | Mapping[str, int] = 0,
         remote_start: int | Mapping[str, int] = 0,
-    ) -> BlockTables:
-        """Put block tables into the form that native code takes.
+    ) -> _native.kv.BlockTables:
+        """Check block tables and copy them, for one transfer of an agent.
 
         Parameters
         ----------
@@ -271,33 +247,30 @@ class TransferPlan:
         Returns
         -------
         BlockTables
-            Types, shapes and names are checked; ids and positions are checked where they are used.
+            A native object.
 
         Raises
         ------
         PlanError
-            If a table is missing, belongs to no group, or is not one-dimensional and of integers;
-            if a position is not an integer from 0 on.
+            As `descriptors`, except for blocks that are written twice.
         """
         counts = self._per_group("num_tokens", num_tokens, None)
         local_starts = self._per_group("local_start", local_start, 0)
         remote_starts = self._per_group("remote_start", remote_start, 0)
         local_tables = self._per_table("local_blocks", local_blocks)
         remote_tables = self._per_table("remote_blocks", remote_blocks)
-        parts = [
-            _flatten(
-                group,
-                local_tables[group.name],
-                remote_tables[group.name],
-                counts[group.name],
-                local_starts[group.name],
-                remote_starts[group.name],
-            )
-            for group in self.local.select(self.groups)
-        ]
-        return BlockTables(
-            np.concatenate([part.ids for part in parts]),
-            np.concatenate([part.headers for part in parts]),
+        return self._native.tables(
+            [
+                _group_tables(
+                    group,
+                    local_tables[group.name],
+                    remote_tables[group.name],
+                    counts[group.name],
+                    local_starts[group.name],
+                    remote_starts[group.name],
+                )
+                for group in self.local.select(self.groups)
+            ]
         )
 
     def descriptors(
@@ -310,10 +283,10 @@ class TransferPlan:
         remote_start: int | Mapping[str, int] = 0,
         operation: Operation = Operation.READ,
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Return the byte moves for two block tables.
+        """Return the descriptors of one transfer.
 
-        What moves is every element that both sides hold, of the heads and layers of the plan, at
-        token positions that both tables cover: from the later of the two starts to `num_tokens`.
+        They cover every element that both sides hold, of the plan's heads and layers, at token
+        positions that both tables cover: from the later of the two starts to `num_tokens`.
 
         Parameters
         ----------
@@ -323,22 +296,22 @@ class TransferPlan:
             where size is the side's tokens per block (times its context-parallel size). A plan
             of several groups takes a mapping of group name to table.
         num_tokens : int or mapping of str to int, optional
-            Valid tokens of the sequence, counted from position 0: nothing from this position on
-            moves. Both tables must reach it. Without it, the tables must end together: all but
-            the last block of each lie before the end of the other table.
+            Valid tokens of the sequence, counted from position 0; later positions do not move. Both
+            tables must reach it. Without it, the tables must end together: all but the last block
+            of each lie before the end of the other table.
         local_start, remote_start : int or mapping of str to int
-            Token position of the first block of each table, a multiple of the tokens that one of
-            its blocks stands for. Positions that only one table covers in front do not move.
+            Token position of the first block of each table, a multiple of the tokens that one
+            block stands for. Earlier positions that only one table covers do not move.
         operation : Operation
             READ writes local blocks, WRITE remote ones; the written table may hold no block twice.
 
         Returns
         -------
         local, remote : ndarray of uint64, shape (k, 3)
-            Rows of address, length in bytes, device number. Row i of one side pairs with row i
-            of the other and has the same length. Ascending local address; rows that adjoin
-            on both sides are one, whatever the order of the tables; none is longer than
-            `max_bytes`, and only the last piece of a cut run is shorter.
+            Address, length in bytes, device number. Row i of one side pairs with row i of the
+            other and has the same length. Local addresses ascend; ranges that adjoin on both
+            sides are one, whatever the order of the tables; none is longer than `max_bytes`, and
+            only the last piece of a cut run is shorter.
 
         Raises
         ------
@@ -350,11 +323,13 @@ class TransferPlan:
         Notes
         -----
         State groups have no positions: their tables pair up entry by entry and must be equally
-        long. An indivisible token axis rounds `num_tokens` up to whole blocks.
+        long. An opaque token axis rounds `num_tokens` up to whole blocks.
 
         Does not block, releases the GIL, is safe from several threads. Time and memory are linear
-        in blocks plus rows before merging.
+        in blocks plus runs before merging.
         """
+        if not isinstance(operation, Operation):
+            raise PlanError(f"operation is {operation!r}; expected Operation.READ or WRITE")
         tables = self.tables(
             local_blocks,
             remote_blocks,
@@ -362,10 +337,8 @@ class TransferPlan:
             local_start=local_start,
             remote_start=remote_start,
         )
-        if not isinstance(operation, Operation):
-            raise PlanError(f"operation is {operation!r}; expected Operation.READ or WRITE")
-        self._program.check(tables.ids, tables.headers, operation == Operation.WRITE)
-        return self._program.expand(tables.ids, tables.headers)
+        tables.check_written_once(remote=operation == Operation.WRITE)
+        return tables.descriptors()
 
     def coverage(
         self,
@@ -377,7 +350,7 @@ class TransferPlan:
         local_start: int = 0,
         remote_start: int = 0,
     ) -> Coverage:
-        """Return what two tables have in common, and which blocks only one side has.
+        """Return the tokens that two tables share, and the blocks that only one side has.
 
         Parameters
         ----------
@@ -391,7 +364,7 @@ class TransferPlan:
         Returns
         -------
         Coverage
-            Common tokens, and the indices of the blocks they touch and do not touch.
+            Common tokens, and the indices of the blocks that hold them or do not.
 
         Raises
         ------
@@ -403,7 +376,7 @@ class TransferPlan:
         name = self.groups[0] if group is None else group
         if name not in self.groups:
             raise PlanError(f"group {name!r} is not in the plan, which has {list(self.groups)}")
-        part = _flatten(
+        tables = _group_tables(
             self.local.select([name])[0],
             local_blocks,
             remote_blocks,
@@ -411,14 +384,15 @@ class TransferPlan:
             local_start,
             remote_start,
         )
-        begin, end, *touched = self._program.cover(self.groups.index(name), part.ids, part.headers)
-        local, remote = range(*touched[:2]), range(*touched[2:])
+        tokens, local, remote = (
+            range(*bounds) for bounds in self._native.overlap(self.groups.index(name), tables)
+        )
         return Coverage(
-            range(begin, end),
+            tokens,
             local,
             remote,
-            tuple(i for i in range(part.headers[0]) if i not in local),
-            tuple(i for i in range(part.headers[1]) if i not in remote),
+            tuple(i for i in range(len(tables[0])) if i not in local),
+            tuple(i for i in range(len(tables[1])) if i not in remote),
         )
 
     def describe(
@@ -430,7 +404,7 @@ class TransferPlan:
         local_start: int | Mapping[str, int] = 0,
         remote_start: int | Mapping[str, int] = 0,
     ) -> PlanDescription:
-        """Return what the plan costs, for any tables and for those that are given.
+        """Return what the plan costs per block, and for the tables that are given.
 
         Parameters
         ----------
@@ -442,7 +416,7 @@ class TransferPlan:
         Returns
         -------
         PlanDescription
-            Costs; ``str()`` of it is for people.
+            Its ``str()`` is for people.
 
         Raises
         ------
@@ -453,19 +427,18 @@ class TransferPlan:
         -----
         With tables, costs as much as `descriptors`.
         """
-        limit = self.max_bytes or _UNLIMITED
         groups = []
         for i, name in enumerate(self.groups):
-            runs = self._program.block_runs(i)
-            num_bytes = int(runs.sum())
+            runs = self._native.block_runs(i)
+            num_bytes = sum(runs)
             groups.append(
                 GroupDescription(
                     group=name,
                     bytes_per_block=num_bytes,
-                    runs_per_block=runs.size,
-                    shortest_run=int(runs.min(initial=num_bytes)),
-                    longest_run=int(runs.max(initial=0)),
-                    best_runs_per_block=-(-num_bytes // limit),
+                    runs_per_block=len(runs),
+                    shortest_run=min(runs, default=0),
+                    longest_run=max(runs, default=0),
+                    best_runs_per_block=-(-num_bytes // (self.max_bytes or max(num_bytes, 1))),
                 )
             )
         if (local_blocks is None) != (remote_blocks is None):
@@ -479,9 +452,7 @@ class TransferPlan:
             local_start=local_start,
             remote_start=remote_start,
         )
-        num_bytes, num_runs = self._program.totals(tables.ids, tables.headers)
-        num_rows = len(self._program.expand(tables.ids, tables.headers)[0])
-        return PlanDescription(tuple(groups), num_bytes, num_runs, num_rows)
+        return PlanDescription(tuple(groups), *tables.totals(), len(tables.descriptors()[0]))
 
     def _per_group(self, what: str, value: Mapping[str, _T] | _T, default: _T) -> dict[str, _T]:
         if not isinstance(value, Mapping):
@@ -514,8 +485,7 @@ class TransferPlan:
 def _select_groups(
     local: Geometry, remote: Geometry, groups: Iterable[str] | None
 ) -> tuple[str, ...]:
-    here = [group.name for group in local.groups]
-    there = [group.name for group in remote.groups]
+    here, there = local.names, remote.names
     wanted = here if groups is None else list(dict.fromkeys(groups))
     if groups is None and set(here) != set(there):
         raise PlanError(
@@ -537,12 +507,14 @@ def _select_groups(
     return tuple(wanted)
 
 
-def _select_heads(sides: list[list[Group]], heads: Iterable[int] | None) -> list[int]:
+def _select_heads(
+    sides: list[list[Group]], heads: Iterable[int] | None
+) -> list[tuple[int, int]] | None:
     if heads is None:
-        return _intervals(None)
+        return None
     wanted = _numbers("heads", heads)
     for side, groups in zip(("local", "remote"), sides, strict=True):
-        # A cache without a head axis counts as one head, unless others say which heads there are.
+        # A cache without a head axis counts as one head if no group has such an axis.
         for group in [g for g in groups if g.kv_heads is not None] or groups:
             missing = [head for head in wanted if head not in group.heads]
             if missing:
@@ -554,9 +526,11 @@ def _select_heads(sides: list[list[Group]], heads: Iterable[int] | None) -> list
     return _intervals(wanted)
 
 
-def _select_layers(sides: list[list[Group]], layers: Iterable[int] | None) -> list[int]:
+def _select_layers(
+    sides: list[list[Group]], layers: Iterable[int] | None
+) -> list[tuple[int, int]] | None:
     if layers is None:
-        return _intervals(None)
+        return None
     wanted = _numbers("layers", layers)
     for side, groups in zip(("local", "remote"), sides, strict=True):
         held = {layer for group in groups for layer in group.layers}
@@ -577,14 +551,11 @@ def _numbers(what: str, values: Iterable[int]) -> list[int]:
     return numbers
 
 
-def _intervals(numbers: list[int] | None) -> list[int]:
-    """Return the count of stretches of consecutive numbers, then start and stop of each."""
-    if numbers is None:
-        return [1, 0, _UNLIMITED]
+def _intervals(numbers: list[int]) -> list[tuple[int, int]]:
+    """Return (start, stop) of each stretch of consecutive numbers."""
     starts = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]
     stops = [n + 1 for i, n in enumerate(numbers) if numbers[i + 1 : i + 2] != [n + 1]]
-    pairs = [bound for pair in zip(starts, stops, strict=True) for bound in pair]
-    return [len(starts), *pairs]
+    return list(zip(starts, stops, strict=True))
 
 
 def _memory(side: str, geometry: Geometry, groups: list[Group]) -> MemoryType:
@@ -597,48 +568,30 @@ def _memory(side: str, geometry: Geometry, groups: list[Group]) -> MemoryType:
     return kinds.pop()
 
 
-def _flatten(
+def _group_tables(
     group: Group,
     local_blocks: ArrayLike,
     remote_blocks: ArrayLike,
     num_tokens: int | None,
     local_start: int,
     remote_start: int,
-) -> BlockTables:
+) -> _GroupTables:
     where = f"group {group.name!r}: "
-    ids = [
-        _block_ids(f"{where}local_blocks", local_blocks),
-        _block_ids(f"{where}remote_blocks", remote_blocks),
-    ]
-    positions = [
+    local = _block_ids(f"{where}local_blocks", local_blocks)
+    remote = _block_ids(f"{where}remote_blocks", remote_blocks)
+    positions = (
         -1 if num_tokens is None else _position(f"{where}num_tokens", num_tokens),
         _position(f"{where}local_start", local_start),
         _position(f"{where}remote_start", remote_start),
-    ]
-    if not group.block_size:
-        positions = [-1, 0, 0]
-    return BlockTables(
-        np.concatenate(ids), np.array([ids[0].size, ids[1].size, *positions], np.int64)
     )
+    return (local, remote, *(positions if group.block_size else (-1, 0, 0)))
 
 
 def _block_ids(what: str, table: ArrayLike) -> NDArray[np.int64]:
-    """Return a table as int64, refusing what only looks like one."""
-    if isinstance(table, (list, tuple)) and not _BOOLS.isdisjoint(map(type, table)):
-        at = next(i for i, value in enumerate(table) if type(value) in _BOOLS)
-        raise PlanError(f"{what} holds {table[at]} at index {at}; expected integers")
-    try:
-        array = np.asarray(table)
-    except (TypeError, ValueError) as error:
-        raise PlanError(f"{what} cannot be read as an array of integers: {error}") from error
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise PlanError(
-            f"{what} has shape {array.shape} and dtype {array.dtype}; expected one dimension of "
-            "integers"
-        )
-    if array.dtype == np.uint64 and array.size and int(array.max()) >= 2**63:
-        at = int(array.argmax())
-        raise PlanError(f"{what} holds {array[at]} at index {at}, which is no block number")
+    array = integers(what, table, PlanError)
+    at = first_outside(array, -(2**63), 2**63 - 1)
+    if at is not None:
+        raise PlanError(f"{what} holds {array[at]} at index {at[0]}, which is no block number")
     return np.ascontiguousarray(array, np.int64)
 
 
@@ -649,12 +602,12 @@ def _check_geometry(side: str, geometry: object) -> None:
         )
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and bool(value >= 1)
+def _is_integer(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _position(what: str, value: int) -> int:
-    if type(value) in _BOOLS or not isinstance(value, (int, np.integer)):
+    if not _is_integer(value):
         raise PlanError(f"{what} is {value!r}; expected an integer number of tokens")
     if not 0 <= value <= _MAX_POSITION:
         raise PlanError(f"{what} is {value}; expected 0 to {_MAX_POSITION}")

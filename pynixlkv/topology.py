@@ -1,7 +1,7 @@
-"""Who holds what: heads, layers and tokens of a rank, and which ranks read from which.
+"""The heads, layers and tokens that a rank holds, and which ranks read from which.
 
-Integers only; no tensor, no address. A cache that every rank holds whole (``kv_heads=None``, an MLA
-latent) is treated as one head that all ranks hold, so nothing below has a second case for it.
+Integers only; no tensors or addresses. A cache that every rank holds whole (``kv_heads=None``, an
+MLA latent) counts as one head that all ranks hold.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Reader:
     rank : int
         Tensor-parallel rank in the consumers' group.
     heads : range
-        Global KV heads that it reads here. Empty if it reads nothing and only says that the
-        request is over, which it does for producer ranks that nobody reads from.
+        Global KV heads that it reads here. Empty if it only releases the request, as it does for
+        producer ranks without readers.
     """
 
     rank: int
@@ -82,7 +82,7 @@ def held_heads(rank: int, size: int, kv_heads: int | None) -> range:
     ------
     LayoutError
         If a number is out of range, or if `size` is smaller than `kv_heads` and does not divide it:
-        engines cut such models differently, so any answer would be a guess.
+        engines differ in how they cut such models.
     """
     _check_rank(rank, size)
     if kv_heads is None:
@@ -115,8 +115,8 @@ def held_layers(
     num_layers : int
         Layers of the whole model, at least 1.
     stages : sequence of int, shape (size,), optional
-        Layers in each stage, each at least 0, adding up to `num_layers`. Needed when `size` does
-        not divide `num_layers`; the engines' default cuts differ.
+        Layers in each stage, each at least 0, adding up to `num_layers`. Required if `size` does
+        not divide `num_layers`, since the defaults of engines differ.
 
     Returns
     -------
@@ -126,8 +126,8 @@ def held_layers(
     Raises
     ------
     LayoutError
-        If a number is out of range, if `stages` does not fit `size` and `num_layers`, or if it is
-        missing where `size` does not divide `num_layers`.
+        If a number is out of range, or if `stages` does not fit `size` and `num_layers` or is
+        required and missing.
     """
     _check_rank(rank, size)
     _check_count("num_layers", num_layers)
@@ -162,13 +162,12 @@ def held_tokens(rank: int, size: int, num_tokens: int, *, interleave: int = 1) -
     num_tokens : int
         Tokens of the sequence, at least 0.
     interleave : int
-        Consecutive tokens dealt to one rank before the next one gets some, at least 1.
+        Consecutive tokens dealt to one rank before the next rank's turn, at least 1.
 
     Returns
     -------
     list of range
-        Runs of consecutive positions, ascending, none empty. Stored one after the other they are
-        the rank's own token order.
+        Runs of consecutive positions, ascending, none empty, in the rank's own token order.
 
     Raises
     ------
@@ -194,8 +193,8 @@ def read_sources(
 ) -> list[Source]:
     """Return the remote ranks that a local rank reads from, so that all it holds arrives once.
 
-    Where several remote ranks hold the same, the local ranks that want it are dealt to them evenly
-    and in order.
+    The local ranks that want the same heads are dealt evenly, in order, to the remote ranks that
+    hold copies.
 
     Parameters
     ----------
@@ -212,9 +211,9 @@ def read_sources(
     Returns
     -------
     list of Source
-        Ascending by rank, one for each rank. Each head of the local rank is in exactly one of them,
-        or, under remote context parallelism, in one for each share of its tokens; what a source
-        gives is its own share, so the sources of a head never overlap.
+        Ascending by rank, one for each rank. Each head of the local rank is in exactly one source,
+        or, under remote context parallelism, in one for each share of its tokens. A source gives
+        its own share, so the sources of a head never overlap.
 
     Raises
     ------
@@ -224,8 +223,8 @@ def read_sources(
 
     See Also
     --------
-    release_targets : The remote ranks to tell when the reading is over; there can be more of them.
-    expected_readers : The same from the other end.
+    release_targets : The remote ranks to notify after reading, possibly more.
+    expected_readers : The producer's view.
     """
     rank, size = local
     _check_rank(rank, size)
@@ -241,10 +240,10 @@ def release_targets(
     local_dcp: int = 1,
     remote_dcp: int = 1,
 ) -> list[int]:
-    """Return the remote ranks that a local rank must tell when it is done with a request.
+    """Return the remote ranks that a local rank must notify when it is done with a request.
 
-    They are the ranks that it reads from, and its share of those that nobody reads from: these
-    hold blocks for the request too, and would keep them until their lease runs out.
+    They are the ranks that it reads from and its share of the ranks without readers, which hold
+    blocks for the request too and would keep them until their lease expires.
 
     Parameters
     ----------
@@ -267,11 +266,11 @@ def release_targets(
     consumers, producers = _Group(size, local_dcp), _Group(remote_size, remote_dcp)
     reads = [pair for pair, _ in _deal(kv_heads, consumers, producers)]
     is_read = {producer for _, producer in reads}
-    told = {producer for consumer, producer in reads if consumer == rank}
+    notified = {producer for consumer, producer in reads if consumer == rank}
     for producer in set(range(remote_size)) - is_read:
-        if _teller(producer, consumers, producers) == rank:
-            told.add(producer)
-    return sorted(told)
+        if _notifier(producer, consumers, producers) == rank:
+            notified.add(producer)
+    return sorted(notified)
 
 
 def expected_readers(
@@ -284,7 +283,7 @@ def expected_readers(
 ) -> list[Reader]:
     """Return the consumer ranks that a producer rank must hear from before it reuses its blocks.
 
-    Here the local rank is the producer and the remote group reads.
+    The local rank is the producer; the remote group reads.
 
     Parameters
     ----------
@@ -300,8 +299,8 @@ def expected_readers(
     Returns
     -------
     list of Reader
-        Ascending by rank, never empty. A rank that nobody reads from has one reader without heads,
-        which only tells it that the request is over.
+        Ascending by rank, never empty. A rank without readers gets one without heads, which only
+        releases the request.
 
     Raises
     ------
@@ -310,7 +309,7 @@ def expected_readers(
 
     Examples
     --------
-    Eight producers of an MLA cache and one consumer: one is read, all eight are told.
+    Eight producers of an MLA cache and one consumer: it reads one and notifies all.
 
     >>> [reader.heads for reader in expected_readers(None, local=(0, 8), remote_size=1)]
     [range(0, 1)]
@@ -327,7 +326,7 @@ def expected_readers(
         for (consumer, producer), heads in _deal(kv_heads, consumers, producers)
         if producer == rank
     ]
-    return readers or [Reader(_teller(rank, consumers, producers), range(0))]
+    return readers or [Reader(_notifier(rank, consumers, producers), range(0))]
 
 
 @dataclass(frozen=True)
@@ -358,7 +357,7 @@ class _Group:
 def _deal(
     kv_heads: int | None, consumers: _Group, producers: _Group
 ) -> list[tuple[tuple[int, int], range]]:
-    """Return the heads that each consumer reads from each producer, where there are any."""
+    """Return the heads of each (consumer, producer) pair that has some."""
     wanted = consumers.holders(kv_heads)
     common = gcd(consumers.dcp, producers.dcp)
     reads: dict[tuple[int, int], list[int]] = {}
@@ -366,22 +365,22 @@ def _deal(
         takers = sorted(
             rank
             for (wanted_head, wanted_share), ranks in wanted.items()
-            # Two deals of the same tokens meet where the shares agree modulo the common part.
+            # Two deals of the same tokens meet where the shares agree modulo `common`.
             if wanted_head == head and (wanted_share - share) % common == 0
             for rank in ranks
         )
         for i, taker in enumerate(takers):
             holder = holders[i * len(holders) // len(takers)]
             reads.setdefault((taker, holder), []).append(head)
-    # A rank with several heads is the only holder of each, so what one reads from it is one range.
+    # A rank with several heads is the only holder of each, so its reads form one range.
     return sorted(
         ((pair, range(min(heads), max(heads) + 1)) for pair, heads in reads.items()),
         key=lambda read: read[0],
     )
 
 
-def _teller(producer: int, consumers: _Group, producers: _Group) -> int:
-    """Return the consumer that tells a producer rank that nobody reads from."""
+def _notifier(producer: int, consumers: _Group, producers: _Group) -> int:
+    """Return the consumer that notifies a producer rank without readers."""
     return producer * consumers.size // producers.size
 
 

@@ -1,10 +1,11 @@
-"""Small shared types: enums, id types, frozen records; standard library only."""
+"""Enums, id types and records that all layers share."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
-from typing import NewType
+from typing import Annotated, NewType
+
+import msgspec
 
 __all__ = ["AgentName", "MemorySpan", "MemoryType", "Operation", "TransferState"]
 
@@ -51,26 +52,22 @@ class TransferState(enum.IntEnum):
         return self >= TransferState.DONE
 
 
-@dataclass(frozen=True)
-class MemorySpan:
-    """A contiguous range of memory that an agent can register, and what keeps it alive.
+class MemorySpan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A contiguous range of memory, registered as a whole. Whoever makes one keeps the memory.
 
     Parameters
     ----------
     address : int
-        First byte, as a virtual address of this process.
+        First byte, as a virtual address of the process that has the memory.
     nbytes : int
         Length in bytes, at least 1.
     memory : MemoryType
         Kind of memory.
     device : int
         Device ordinal; 0 for host memory.
-    keepalive : object
-        Whatever owns the memory (a tensor, an array); held for as long as the span is.
     """
 
-    address: int
-    nbytes: int
+    address: Annotated[int, msgspec.Meta(ge=0, lt=2**60)]
+    nbytes: Annotated[int, msgspec.Meta(ge=1, lt=2**60)]
     memory: MemoryType
-    device: int
-    keepalive: object = field(repr=False, compare=False, default=None)
+    device: Annotated[int, msgspec.Meta(ge=0)]

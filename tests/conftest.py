@@ -1,7 +1,9 @@
 """Settings and fixtures that all tests share."""
 
 import gc
+import importlib.util
 import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -12,27 +14,54 @@ hypothesis.settings.register_profile("pynixlkv", deadline=None)
 hypothesis.settings.load_profile("pynixlkv")
 
 
+# Folders with an environment of their own: what is missing elsewhere, and the target that has it.
+ENVIRONMENTS = {"vllm": ("vllm", "make test-vllm"), "wheel": ("elftools", "make test-wheel")}
+LEFT_OUT = {
+    folder: f"tests/{folder} not collected: {module} is not installed; run {target}"
+    for folder, (module, target) in ENVIRONMENTS.items()
+    if importlib.util.find_spec(module) is None
+}
+
+
+def pytest_ignore_collect(collection_path):
+    """Leave out the folders that cannot be imported here."""
+    here = Path(__file__).parent
+    return (
+        True
+        if {here / folder for folder in LEFT_OUT} & {collection_path, *collection_path.parents}
+        else None
+    )
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Say which folders were left out, and why, if they were asked for."""
+    asked = {Path(argument).resolve() for argument in config.args}
+    for folder, reason in LEFT_OUT.items():
+        if asked & {Path(__file__).parent, Path(__file__).parent / folder}:
+            terminalreporter.line(f"SKIPPED {reason}")
+
+
 def live_counts():
-    """Live native owners; nothing if no test has loaded the native module yet."""
+    """Live native owners; empty if the native module is not loaded."""
     native = sys.modules.get("pynixlkv._native")
     return {} if native is None else {k: n for k, n in native.live_counts().items() if n}
 
 
 def leaked_since(before):
-    """Kinds of owners that there are more of than before, and how many."""
+    """Kinds of owners whose number has grown."""
     return {name: n for name, n in live_counts().items() if n > before.get(name, 0)}
 
 
 @pytest.fixture(autouse=True)
 def no_native_leaks(request):
-    """Every native owner that a test makes is gone after it."""
+    """Fail if a native owner outlives the test that made it."""
     failed_before = request.session.testsfailed
     before = live_counts()
     yield
-    if request.session.testsfailed == failed_before:
+    if request.session.testsfailed == failed_before and request.node.funcargs is not None:
         request.node.funcargs.clear()  # pytest holds the values of fixtures until later
         if leaked_since(before):
-            gc.collect()  # cycles go later; collecting after every test would take most of the time
+            gc.collect()  # cycles go later; collecting after each test is slow
         assert not leaked_since(before)
 
 

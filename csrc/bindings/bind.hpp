@@ -8,6 +8,7 @@ namespace pynixlkv::bindings {
 
 void bind_base(pybind11::module_ m);
 void bind_buffer(pybind11::module_ m);
+void bind_kv(pybind11::module_ m);
 void bind_nixl(pybind11::module_ m);
 void bind_transfer(pybind11::module_ m);
 void bind_ucx(pybind11::module_ m);

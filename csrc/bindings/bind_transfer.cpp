@@ -15,11 +15,12 @@
 #include "bindings/bind.hpp"
 #include "bindings/py_shared.hpp"
 #include "bindings/py_wait.hpp"
-#include "kv/plan.hpp"
+#include "kv/expansion.hpp"
 #include "nixl/driver.hpp"
 #include "nixl/library.hpp"
-#include "transfer/engine.hpp"
+#include "transfer/agent.hpp"
 #include "transfer/fake_driver.hpp"
+#include "transfer/plan_source.hpp"
 #include "ucx/driver.hpp"
 
 namespace py = pybind11;
@@ -28,21 +29,20 @@ namespace pynixlkv::bindings {
 
 namespace {
 
-using transfer::Engine;
-using transfer::EngineOptions;
+using transfer::Agent;
+using transfer::AgentOptions;
 using transfer::FakeDriver;
 using transfer::FakeNetwork;
 using transfer::Memory;
 using transfer::Op;
 using transfer::Peer;
 using transfer::Registration;
-using transfer::Request;
 using transfer::Span;
+using transfer::Submission;
 using transfer::TimePoint;
 using transfer::Transfer;
 
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
-using IdArray = py::array_t<std::int64_t, py::array::c_style>;
 using RowArray = py::array_t<std::uint64_t, py::array::c_style>;
 
 std::vector<Row> copy_rows(const RowArray& array) {
@@ -76,10 +76,10 @@ py::list notification_list(const std::vector<transfer::Notification>& notes) {
     return result;
 }
 
-py::list take_notifications(Engine& engine, double timeout) {
+py::list take_notifications(Agent& agent, double timeout) {
     std::vector<transfer::Notification> notes;
     wait_in_slices(timeout, [&](TimePoint until) {
-        notes = engine.take_notifications(until);
+        notes = agent.take_notifications(until);
         return !notes.empty();
     });
     return notification_list(notes);
@@ -110,91 +110,35 @@ py::dict stats(const Transfer& t) {
     return d;
 }
 
-Request make_request(int op, std::shared_ptr<Peer> peer, std::optional<py::bytes> notify,
-                     double timeout) {
-    Request request;
-    request.op = static_cast<Op>(op);
-    request.peer = std::move(peer);
+Submission make_submission(int op, std::shared_ptr<Peer> peer, std::optional<py::bytes> notify,
+                           double timeout) {
+    Submission submission;
+    submission.op = static_cast<Op>(op);
+    submission.peer = std::move(peer);
     if (notify) {
-        request.notify = std::string(*notify);
+        submission.notify = std::string(*notify);
     }
-    request.timeout = duration(timeout);
-    return request;
+    submission.timeout = duration(timeout);
+    return submission;
 }
 
-std::shared_ptr<Transfer> submit_rows(Engine& engine, int op, std::shared_ptr<Peer> peer,
-                                      const RowArray& local, const RowArray& remote,
+std::shared_ptr<Transfer> submit_descriptors(Agent& agent, int op, std::shared_ptr<Peer> peer,
+                                             const RowArray& local, const RowArray& remote,
+                                             std::optional<py::bytes> notify, double timeout) {
+    Submission submission = make_submission(op, std::move(peer), std::move(notify), timeout);
+    submission.local_extents = copy_rows(local);
+    submission.remote_extents = copy_rows(remote);
+    const py::gil_scoped_release release;
+    return agent.submit(std::move(submission));
+}
+
+std::shared_ptr<Transfer> submit_plan(Agent& agent, int op, std::shared_ptr<Peer> peer,
+                                      const std::shared_ptr<kv::BlockTables>& tables,
                                       std::optional<py::bytes> notify, double timeout) {
-    Request request = make_request(op, std::move(peer), std::move(notify), timeout);
-    request.local_extents = copy_rows(local);
-    request.remote_extents = copy_rows(remote);
+    Submission submission = make_submission(op, std::move(peer), std::move(notify), timeout);
     const py::gil_scoped_release release;
-    return engine.submit(std::move(request));
-}
-
-/// A plan, and what preparing its rows would take.
-struct EnginePlan {
-    explicit EnginePlan(std::span<const std::uint64_t> program)
-        : plan(kv::Plan::from_words(program)), can_prepare(plan.can_prepare()) {
-        const auto sizes = plan.prepared_sizes();
-        pool_size = sizes[0] + sizes[1];
-    }
-
-    const kv::Plan plan;
-    const bool can_prepare;
-    std::size_t pool_size;
-};
-
-/// A plan with block tables that own their numbers, for the engine's thread.
-class PlanSource final : public transfer::Source {
-  public:
-    PlanSource(std::shared_ptr<const EnginePlan> plan, const IdArray& ids, const IdArray& headers)
-        : plan_(std::move(plan)),
-          ids_(ids.data(), ids.data() + ids.size()),
-          headers_(headers.data(), headers.data() + headers.size()) {}
-
-    [[nodiscard]] std::vector<kv::Table> tables() const {
-        return kv::tables_from_flat(ids_, headers_);
-    }
-
-    void expand(std::vector<Row>& local, std::vector<Row>& remote) const override {
-        plan_->plan.expand(tables(), local, remote);
-    }
-    [[nodiscard]] std::shared_ptr<const void> pool() const override {
-        return plan_->can_prepare ? plan_ : nullptr;
-    }
-    [[nodiscard]] std::size_t pool_size() const override { return plan_->pool_size; }
-    void pool_rows(std::vector<Row>& local, std::vector<Row>& remote) const override {
-        local = plan_->plan.prepared_rows(kv::Side::kLocal);
-        remote = plan_->plan.prepared_rows(kv::Side::kRemote);
-    }
-    [[nodiscard]] std::optional<std::size_t> num_indices() const override {
-        return plan_->plan.num_indices(tables());
-    }
-    void expand_indices(std::vector<std::int32_t>& local,
-                        std::vector<std::int32_t>& remote) const override {
-        plan_->plan.expand_indices(tables(), local, remote);
-    }
-
-  private:
-    const std::shared_ptr<const EnginePlan> plan_;
-    const std::vector<std::int64_t> ids_;
-    const std::vector<std::int64_t> headers_;
-};
-
-std::shared_ptr<Transfer> submit_plan(Engine& engine, int op, std::shared_ptr<Peer> peer,
-                                      const std::shared_ptr<EnginePlan>& plan, const IdArray& ids,
-                                      const IdArray& headers, std::optional<py::bytes> notify,
-                                      double timeout) {
-    Request request = make_request(op, std::move(peer), std::move(notify), timeout);
-    const auto source = std::make_shared<const PlanSource>(plan, ids, headers);
-    const py::gil_scoped_release release;
-    plan->plan.check(source->tables(),
-                     request.op == Op::kRead ? kv::Side::kLocal : kv::Side::kRemote);
-    request.local_extents = plan->plan.extents(kv::Side::kLocal);
-    request.remote_extents = plan->plan.extents(kv::Side::kRemote);
-    request.source = source;
-    return engine.submit(std::move(request));
+    transfer::set_plan(submission, tables);
+    return agent.submit(std::move(submission));
 }
 
 }  // namespace
@@ -209,12 +153,6 @@ void bind_transfer(py::module_ m) {
         .def_property_readonly("generation", &Peer::generation)
         .def_property_readonly("state", [](const Peer& p) { return static_cast<int>(p.state()); })
         .def_property_readonly("reason", &Peer::reason);
-
-    py::classh<EnginePlan>(m, "Plan").def(
-        py::init([](const py::array_t<std::uint64_t, py::array::c_style>& program) {
-            const auto size = static_cast<std::size_t>(program.size());
-            return std::make_shared<EnginePlan>(std::span(program.data(), size));
-        }));
 
     py::classh<Transfer>(m, "Transfer")
         .def_property_readonly("id", &Transfer::id)
@@ -232,23 +170,23 @@ void bind_transfer(py::module_ m) {
             },
             py::arg("timeout"), py::arg("for_quiet") = false);
 
-    py::classh<Engine>(m, "Engine")
-        .def_property_readonly("name", &Engine::name)
+    py::classh<Agent>(m, "Agent")
+        .def_property_readonly("name", &Agent::name)
         .def("register_memory",
-             [](Engine& e, const RowArray& rows, const std::vector<int>& memories) {
+             [](Agent& e, const RowArray& rows, const std::vector<int>& memories) {
                  auto spans = copy_spans(rows, memories);
                  const py::gil_scoped_release release;
                  return e.register_memory(std::move(spans));
              })
-        .def("deregister", &Engine::deregister, ReleaseGil())
+        .def("deregister", &Agent::deregister, ReleaseGil())
         .def("check_registered",
-             [](const Engine& e, const RowArray& rows) {
+             [](const Agent& e, const RowArray& rows) {
                  const auto copied = copy_rows(rows);
                  const py::gil_scoped_release release;
                  e.check_registered(copied);
              })
         .def("metadata",
-             [](Engine& e) {
+             [](Agent& e) {
                  std::string metadata;
                  {
                      const py::gil_scoped_release release;
@@ -257,7 +195,7 @@ void bind_transfer(py::module_ m) {
                  return py::bytes(metadata);
              })
         .def("connect",
-             [](Engine& e, const std::string& name, const py::bytes& incarnation,
+             [](Agent& e, const std::string& name, const py::bytes& incarnation,
                 const py::bytes& metadata, const RowArray& rows, const std::vector<int>& memories) {
                  const std::string incarnation_bytes(incarnation);
                  const std::string metadata_bytes(metadata);
@@ -265,18 +203,18 @@ void bind_transfer(py::module_ m) {
                  const py::gil_scoped_release release;
                  return e.connect(name, incarnation_bytes, metadata_bytes, spans);
              })
-        .def("is_alive", &Engine::is_alive, ReleaseGil())
-        .def("disconnect", &Engine::disconnect, ReleaseGil())
-        .def("submit_rows", &submit_rows, py::arg("op"), py::arg("peer"), py::arg("local"),
-             py::arg("remote"), py::arg("notify"), py::arg("timeout"))
-        .def("submit_plan", &submit_plan, py::arg("op"), py::arg("peer"), py::arg("plan"),
-             py::arg("ids"), py::arg("headers"), py::arg("notify"), py::arg("timeout"))
-        .def("cancel", &Engine::cancel, ReleaseGil())
-        .def("watch", &Engine::watch, ReleaseGil())
-        .def("take_completed", &Engine::take_completed, ReleaseGil())
-        .def_property_readonly("completion_fd", &Engine::completion_fd)
+        .def("is_alive", &Agent::is_alive, ReleaseGil())
+        .def("disconnect", &Agent::disconnect, ReleaseGil())
+        .def("submit_descriptors", &submit_descriptors, py::arg("op"), py::arg("peer"),
+             py::arg("local"), py::arg("remote"), py::arg("notify"), py::arg("timeout"))
+        .def("submit_plan", &submit_plan, py::arg("op"), py::arg("peer"), py::arg("tables"),
+             py::arg("notify"), py::arg("timeout"))
+        .def("cancel", &Agent::cancel, ReleaseGil())
+        .def("watch", &Agent::watch, ReleaseGil())
+        .def("take_completed", &Agent::take_completed, ReleaseGil())
+        .def_property_readonly("completion_fd", &Agent::completion_fd)
         .def("notify",
-             [](Engine& e, const std::shared_ptr<Peer>& peer, const py::bytes& message) {
+             [](Agent& e, const std::shared_ptr<Peer>& peer, const py::bytes& message) {
                  std::string bytes(message);
                  const py::gil_scoped_release release;
                  e.notify(peer, std::move(bytes));
@@ -284,7 +222,7 @@ void bind_transfer(py::module_ m) {
         .def("take_notifications", &take_notifications, py::arg("timeout"))
         .def(
             "wait_activity",
-            [](const Engine& e, std::uint64_t seen, double timeout) {
+            [](const Agent& e, std::uint64_t seen, double timeout) {
                 std::uint64_t count = seen;
                 wait_in_slices(timeout, [&](TimePoint until) {
                     count = e.wait_activity(seen, until);
@@ -293,15 +231,15 @@ void bind_transfer(py::module_ m) {
                 return count;
             },
             py::arg("seen"), py::arg("timeout"))
-        .def("wake_waiters", &Engine::wake_waiters, ReleaseGil())
-        .def_property_readonly("quarantined", &Engine::quarantined)
-        .def_property_readonly("running", &Engine::running)
+        .def("wake_waiters", &Agent::wake_waiters, ReleaseGil())
+        .def_property_readonly("quarantined", &Agent::quarantined)
+        .def_property_readonly("running", &Agent::running)
         .def("close",
-             [](Engine& e, double timeout) {
+             [](Agent& e, double timeout) {
                  return wait_in_slices(timeout, [&](TimePoint until) { return e.close(until); });
              })
-        .def_property_readonly("is_closed", &Engine::is_closed)
-        .def("stop", [](Engine& e, double timeout) { e.stop(after(timeout)); }, ReleaseGil());
+        .def_property_readonly("is_closed", &Agent::is_closed)
+        .def("stop", [](Agent& e, double timeout) { e.stop(after(timeout)); }, ReleaseGil());
 
     py::classh<FakeNetwork>(m, "FakeNetwork")
         .def(py::init<>())
@@ -317,30 +255,30 @@ void bind_transfer(py::module_ m) {
         .def("fail_next", &FakeNetwork::fail_next, ReleaseGil())
         .def("drop_notifications", &FakeNetwork::drop_notifications, ReleaseGil());
 
-    m.def("fake_engine", [](const std::string& name, const py::bytes& incarnation,
-                            const std::shared_ptr<FakeNetwork>& network) {
-        EngineOptions options;
+    m.def("fake_agent", [](const std::string& name, const py::bytes& incarnation,
+                           const std::shared_ptr<FakeNetwork>& network) {
+        AgentOptions options;
         options.incarnation = std::string(incarnation);
         const py::gil_scoped_release release;
-        return std::make_shared<Engine>(
+        return std::make_shared<Agent>(
             name, [name, network] { return std::make_unique<FakeDriver>(name, network); }, options);
     });
 
     m.def(
-        "nixl_engine",
+        "nixl_agent",
         [](const std::string& name, const py::bytes& incarnation,
            const Shared<const nixl::Library>& library, const std::string& backend,
-           const std::map<std::string, std::string>& backend_params, bool progress_thread,
+           const std::map<std::string, std::string>& backend_params,
            std::uint64_t progress_delay_us) {
             nixl::DriverOptions driver;
-            driver.agent.progress_thread = progress_thread;
+            driver.agent.progress_thread = true;
             driver.agent.progress_delay_us = progress_delay_us;
             driver.backend = backend;
             driver.backend_params = backend_params;
-            EngineOptions options;
+            AgentOptions options;
             options.incarnation = std::string(incarnation);
             const py::gil_scoped_release release;
-            return std::make_shared<Engine>(
+            return std::make_shared<Agent>(
                 name,
                 [library = library.ptr(), name, driver] {
                     return std::make_unique<nixl::NixlDriver>(library, name, driver);
@@ -348,16 +286,16 @@ void bind_transfer(py::module_ m) {
                 options);
         },
         py::arg("name"), py::arg("incarnation"), py::arg("library"), py::arg("backend"),
-        py::arg("backend_params"), py::arg("progress_thread"), py::arg("progress_delay_us"));
+        py::arg("backend_params"), py::arg("progress_delay_us"));
 
     m.def(
-        "ucx_engine",
+        "ucx_agent",
         [](const std::string& name, const py::bytes& incarnation,
            const Shared<ucx::Context>& context, bool error_handling) {
-            EngineOptions options;
+            AgentOptions options;
             options.incarnation = std::string(incarnation);
             const py::gil_scoped_release release;
-            return std::make_shared<Engine>(
+            return std::make_shared<Agent>(
                 name,
                 [context = context.ptr(), name, error_handling] {
                     return std::make_unique<ucx::UcxDriver>(

@@ -24,6 +24,7 @@ PYBIND11_MODULE(_native, m) {
     });
     bindings::bind_base(m);
     bindings::bind_buffer(m);
+    bindings::bind_kv(m.def_submodule("kv", "Geometries, plans, block tables."));
     bindings::bind_nixl(m.def_submodule("nixl", "NIXL's verbs."));
     bindings::bind_ucx(m.def_submodule("ucx", "UCX's verbs."));
     bindings::bind_transfer(m.def_submodule("transfer", "Agents, peers, memory, transfers."));

@@ -1,11 +1,8 @@
 /// @file
-/// The one place where a C++ exception becomes a Python exception, shared by both modules.
+/// The one place where a C++ exception becomes a Python exception.
 #pragma once
 
 #include <Python.h>
-
-#include <exception>
-#include <new>
 
 #include "base/error.hpp"
 
@@ -42,21 +39,6 @@ inline bool translate_current_exception() {
         return false;
     }
     return true;
-}
-
-/// Exception handler for Cython's `except +`.
-inline void set_py_error() {
-    try {
-        if (!translate_current_exception()) {
-            throw;
-        }
-    } catch (const std::bad_alloc& e) {
-        PyErr_SetString(PyExc_MemoryError, e.what());
-    } catch (const std::exception& e) {
-        PyErr_SetString(PyExc_RuntimeError, e.what());
-    } catch (...) {
-        PyErr_SetString(PyExc_RuntimeError, "unknown C++ exception");
-    }
 }
 
 }  // namespace pynixlkv::bindings

@@ -4,16 +4,14 @@
 #include <map>
 #include <numeric>
 #include <string>
+#include <utility>
 
-#include "kv/words.hpp"
+#include "kv/radix.hpp"
 
 namespace pynixlkv::kv {
 
 namespace {
 
-/// First word of every program; the low byte is its version.
-constexpr std::uint64_t kProgramMagic = 0x4b56'504c'414e'01;
-constexpr std::size_t kNestWords = 24;
 /// Ranges of the matched axes, indexed by Axis.
 using Box = std::array<Interval, kNumAxes>;
 
@@ -74,6 +72,10 @@ std::uint64_t held(const Box& box, const Group& group) {
                ", which the local side wants; select heads or layers that both sides hold");
 }
 
+bool has_opaque_tokens(const Group& group) {
+    return (group.opaque_axes >> kToken & 1) != 0;
+}
+
 /// Whether tokens of one side can be tokens of the other: turns of both meet somewhere.
 bool turns_meet(const Paging& a, const Paging& b) {
     const std::uint64_t cycle = std::gcd(a.period(), b.period());
@@ -83,10 +85,10 @@ bool turns_meet(const Paging& a, const Paging& b) {
     return ahead < a.interleave || cycle - ahead < b.interleave;
 }
 
-/// What is opaque along an axis has the same inside on both sides and moves whole.
-void check_indivisible(const Region& a, const Region& b, const Box& box, std::uint64_t mask,
+/// What is opaque along an axis must have the same inside on both sides and move whole.
+void check_opaque_axes(const Region& a, const Region& b, const Box& box, std::uint64_t mask,
                        const std::string& subject) {
-    // An axis of one element has no stride, so the side with more of them says where it lies.
+    // An axis of one element has no stride; the other side may have more elements and one.
     const auto stride = [&](std::size_t axis) {
         return std::max(a.axes[axis].stride, b.axes[axis].stride);
     };
@@ -102,7 +104,7 @@ void check_indivisible(const Region& a, const Region& b, const Box& box, std::ui
                 return std::array{e.start, e.count, (e.count - 1) * e.stride};
             };
             if (shape(x) != shape(y) || (inner != kToken && length(box[inner]) != x.count)) {
-                plan_error(subject, ": the ", kAxisNames[axis], " axis is indivisible, so its ",
+                plan_error(subject, ": the ", kAxisNames[axis], " axis is opaque, so its ",
                            kAxisNames[inner],
                            " axis must be the same on both sides and move whole; local is ",
                            x.count, " from ", x.start, " by ", x.stride, " bytes, remote ", y.count,
@@ -112,105 +114,48 @@ void check_indivisible(const Region& a, const Region& b, const Box& box, std::ui
     }
 }
 
-void append(std::vector<std::uint64_t>& words, std::initializer_list<std::uint64_t> more) {
-    words.insert(words.end(), more);
-}
-
-void append_paging(std::vector<std::uint64_t>& words, const Group& group) {
-    const Paging& p = group.paging;
-    append(words, {p.num_blocks, p.slots, p.rank, p.ranks, p.interleave, group.pool});
-}
-
-std::vector<Interval> read_intervals(WordReader& reader, const char* what) {
-    std::vector<Interval> intervals(reader.count(what, 2));
-    for (Interval& interval : intervals) {
-        interval.start = reader.next("range start");
-        interval.stop = reader.next("range stop", interval.start);
-    }
-    return intervals;
-}
-
-/// Where the next record of the words starts, address first, so that sorting sorts by address.
-struct NestWords {
-    std::uint64_t address;
-    std::array<std::uint64_t, kNestWords> words;
-};
-
 /// Collects the nests of a plan.
 class Compiler {
   public:
     Compiler(const Geometry& local, const Geometry& remote, const Selection& selection)
         : local_(local), remote_(remote), selection_(selection) {}
 
-    std::vector<std::uint64_t> run() {
+    /// By ascending local address, with spans numbered as in the geometries.
+    std::vector<LoopNest> run() {
         for (std::size_t i = 0; i < local_.groups.size(); ++i) {
             add_group(i);
         }
         if (nests_.empty()) {
             plan_error("nothing to move: the selected heads and layers are not held");
         }
-        std::stable_sort(nests_.begin(), nests_.end(), [](const NestWords& a, const NestWords& b) {
-            return a.address < b.address;
+        std::stable_sort(nests_.begin(), nests_.end(), [](const LoopNest& a, const LoopNest& b) {
+            return a.base[0] < b.base[0];
         });
-        std::vector<std::uint64_t> words{kProgramMagic, selection_.max_bytes};
-        append_used_spans(words, local_.spans, 1);
-        append_used_spans(words, remote_.spans, 2);
-        words.push_back(local_.groups.size());
-        for (std::size_t i = 0; i < local_.groups.size(); ++i) {
-            append_paging(words, local_.groups[i]);
-            append_paging(words, remote_.groups[i]);
-            words.push_back(local_.groups[i].indivisible >> kToken & 1);
-        }
-        words.push_back(nests_.size());
-        for (const NestWords& nest : nests_) {
-            words.insert(words.end(), nest.words.begin(), nest.words.end());
-        }
-        return words;
+        return std::move(nests_);
     }
 
   private:
-    /// Append the spans that nests lie in, and number them anew in word `field` of each nest.
-    void append_used_spans(std::vector<std::uint64_t>& words, const std::vector<Span>& spans,
-                           std::size_t field) {
-        std::map<std::uint64_t, std::uint64_t> places;
-        for (const NestWords& nest : nests_) {
-            places.emplace(nest.words[field], 0);
-        }
-        words.push_back(places.size());
-        std::uint64_t next = 0;
-        for (auto& [index, place] : places) {
-            const Span& span = spans[index];
-            words.insert(words.end(), {span.address, span.bytes, span.device});
-            place = next++;
-        }
-        for (NestWords& nest : nests_) {
-            nest.words[field] = places.at(nest.words[field]);
-        }
-    }
-
     void add_group(std::size_t index) {
         const Group& a = local_.groups[index];
         const Group& b = remote_.groups[index];
         const std::string subject = text("group ", index);
         if (a.element_bytes != b.element_bytes || a.has_heads != b.has_heads ||
-            a.indivisible != b.indivisible) {
-            plan_error(subject, " differs in element size, head axis or indivisible axes");
+            a.opaque_axes != b.opaque_axes) {
+            plan_error(subject, " differs in element size, head axis or opaque axes");
         }
         if (!turns_meet(a.paging, b.paging)) {
             plan_error(subject, ": context rank ", a.paging.rank, " of ", a.paging.ranks,
                        " here and rank ", b.paging.rank, " of ", b.paging.ranks,
                        " there have no tokens in common");
         }
-        const bool whole_tokens = (a.indivisible >> kToken & 1) != 0;
-        if (whole_tokens && !a.paging.same_tokens(b.paging)) {
-            plan_error(subject, ": the token axis is indivisible, so blocks must hold the same ",
+        if (has_opaque_tokens(a) && !a.paging.same_tokens(b.paging)) {
+            plan_error(subject, ": the token axis is opaque, so blocks must hold the same ",
                        "tokens on both sides; local has ", a.paging.slots, " per block, remote ",
                        b.paging.slots);
         }
-        const std::vector<Interval> everything{{0, kMaxWord}};
         for (const Region& region : a.regions) {
             for (const Interval& layers : selection_.layers) {
-                for (const Interval& heads : a.has_heads ? selection_.heads : everything) {
+                for (const Interval& heads : a.has_heads ? selection_.heads : everything_) {
                     Box box = box_of(region);
                     box[kLayer] = intersect(box[kLayer], layers);
                     box[kHead] = intersect(box[kHead], heads);
@@ -228,7 +173,7 @@ class Compiler {
         for (const Region& other : remote.regions) {
             const Box box = intersect(wanted, box_of(other));
             if (volume(box) != 0) {
-                check_indivisible(region, other, box, remote.indivisible, text("group ", index));
+                check_opaque_axes(region, other, box, remote.opaque_axes, text("group ", index));
                 add_nests(index, region, other, box);
             }
         }
@@ -252,29 +197,31 @@ class Compiler {
     }
 
     void add_nest(std::size_t index, const Region& a, const Region& b, const Box& box) {
-        std::uint64_t a_base = a.base;
-        std::uint64_t b_base = b.base;
-        std::array<std::array<std::uint64_t, 3>, 5> loops{
-            {{1, a.axes[kToken].stride, b.axes[kToken].stride}}};
-        std::uint64_t token_loop = 0;
+        LoopNest nest{index,
+                      {a.span, b.span},
+                      {a.base, b.base},
+                      {stride_of_blocks(a, local_), stride_of_blocks(b, remote_)},
+                      local_.groups[index].element_bytes,
+                      0,
+                      {}};
+        nest.loops[0] = {1, {a.axes[kToken].stride, b.axes[kToken].stride}};
         for (std::size_t i = 0; i < kMatchedAxes.size(); ++i) {
             const Axis axis = kMatchedAxes[i];
-            a_base += (box[axis].start - a.axes[axis].start) * a.axes[axis].stride;
-            b_base += (box[axis].start - b.axes[axis].start) * b.axes[axis].stride;
-            loops[i + 1] = {length(box[axis]), a.axes[axis].stride, b.axes[axis].stride};
+            const std::array<std::uint64_t, 2> stride{a.axes[axis].stride, b.axes[axis].stride};
+            nest.base[0] += (box[axis].start - a.axes[axis].start) * stride[0];
+            nest.base[1] += (box[axis].start - b.axes[axis].start) * stride[1];
+            nest.loops[i + 1] = {length(box[axis]), stride};
         }
         std::array<std::size_t, 5> order{0, 1, 2, 3, 4};
-        std::stable_sort(order.begin(), order.end(),
-                         [&](std::size_t x, std::size_t y) { return loops[x][1] > loops[y][1]; });
-        token_loop =
-            static_cast<std::uint64_t>(std::find(order.begin(), order.end(), 0U) - order.begin());
-        NestWords nest{
-            a_base,
-            {index, a.span, b.span, a_base, b_base, stride_of_blocks(a, local_),
-             stride_of_blocks(b, remote_), local_.groups[index].element_bytes, token_loop}};
+        std::stable_sort(order.begin(), order.end(), [&](std::size_t x, std::size_t y) {
+            return nest.loops[x].stride[0] > nest.loops[y].stride[0];
+        });
+        const auto unsorted = nest.loops;
         for (std::size_t i = 0; i < order.size(); ++i) {
-            std::copy(loops[order[i]].begin(), loops[order[i]].end(),
-                      nest.words.begin() + 9 + static_cast<std::ptrdiff_t>(3 * i));
+            nest.loops[i] = unsorted[order[i]];
+            if (order[i] == 0) {
+                nest.token_loop = i;
+            }
         }
         nests_.push_back(nest);
     }
@@ -282,122 +229,198 @@ class Compiler {
     /// A pool of one block has no stride of its own; what lies in it is all within its span.
     static std::uint64_t stride_of_blocks(const Region& region, const Geometry& geometry) {
         const Extent& blocks = region.axes[kBlock];
-        return blocks.count > 1 ? blocks.stride : geometry.spans[region.span].bytes;
+        return blocks.count > 1 ? blocks.stride : geometry.spans[region.span].length;
     }
 
     const Geometry& local_;
     const Geometry& remote_;
     const Selection& selection_;
-    std::vector<NestWords> nests_;
+    const std::vector<Interval> everything_{Interval{}};
+    std::vector<LoopNest> nests_;
 };
+
+std::span<const std::int64_t> ids(const Table& table, std::size_t side) {
+    return side == 0 ? table.local : table.remote;
+}
+
+std::uint64_t start(const Table& table, std::size_t side, const Paging& paging, std::size_t group) {
+    const std::int64_t value = side == 0 ? table.local_start : table.remote_start;
+    if (value < 0 || static_cast<std::uint64_t>(value) % paging.unit() != 0) {
+        plan_error("group ", group, ": ", kSideNames[side], "_start is ", value,
+                   ", must be a multiple of the ", paging.unit(),
+                   " tokens that a block stands for");
+    }
+    return static_cast<std::uint64_t>(value);
+}
+
+void check_ids(const Table& table, std::size_t side, const Paging& paging, std::size_t group) {
+    const auto blocks = ids(table, side);
+    for (std::size_t i = 0; i < blocks.size(); ++i) {
+        if (std::cmp_less(blocks[i], 0) || std::cmp_greater_equal(blocks[i], paging.num_blocks)) {
+            plan_error("group ", group, ": ", kSideNames[side], " block ", blocks[i], " at index ",
+                       i, " must be from 0 to ", paging.num_blocks - 1);
+        }
+    }
+}
 
 }  // namespace
 
-Selection Selection::from_words(std::span<const std::uint64_t> words) {
-    WordReader reader(words, "selection");
-    Selection selection;
-    selection.max_bytes = reader.next("max_bytes", 1);
-    selection.heads = read_intervals(reader, "number of head ranges");
-    selection.layers = read_intervals(reader, "number of layer ranges");
-    reader.finish();
-    return selection;
-}
-
-std::vector<std::uint64_t> compile(const Geometry& local, const Geometry& remote,
-                                   const Selection& selection) {
+Plan::Plan(const Geometry& local, const Geometry& remote, const Selection& selection)
+    : max_bytes_(selection.max_bytes) {
     if (local.groups.size() != remote.groups.size()) {
         plan_error("local has ", local.groups.size(), " groups, remote ", remote.groups.size());
     }
-    return Compiler(local, remote, selection).run();
+    nests_ = Compiler(local, remote, selection).run();
+    keep_used_spans(0, local.spans);
+    keep_used_spans(1, remote.spans);
+    for (std::size_t i = 0; i < local.groups.size(); ++i) {
+        const Group& a = local.groups[i];
+        const Group& b = remote.groups[i];
+        groups_.push_back({{a.paging, b.paging}, {a.pool, b.pool}, has_opaque_tokens(a), 0});
+    }
+    for (std::size_t i = 0; i < nests_.size(); ++i) {
+        add_to_run_groups(i);
+    }
 }
 
-Plan Plan::from_words(std::span<const std::uint64_t> words) {
-    WordReader reader(words, "plan");
-    reader.next("magic", kProgramMagic, kProgramMagic);
-    Plan plan;
-    plan.max_bytes_ = reader.next("max_bytes", 1);
-    for (std::vector<Span>& spans : plan.spans_) {
-        spans = read_spans(reader);
+/// Keep the spans that nests lie in, and number them anew.
+void Plan::keep_used_spans(std::size_t side, const std::vector<Row>& spans) {
+    std::map<std::size_t, std::size_t> places;
+    for (const LoopNest& nest : nests_) {
+        places.emplace(nest.span[side], 0);
     }
-    plan.groups_.resize(reader.count("number of groups", 13, 1));
-    for (PlanGroup& group : plan.groups_) {
-        for (std::size_t side = 0; side < 2; ++side) {
-            group.paging[side] = read_paging(reader);
-            group.pool[side] = reader.next("pool", 0, plan.groups_.size() - 1);
-        }
-        group.whole = reader.next("whole blocks flag", 0, 1) == 1;
+    for (auto& [index, place] : places) {
+        place = spans_[side].size();
+        spans_[side].push_back(spans[index]);
     }
-    plan.nests_.resize(reader.count("number of nests", kNestWords, 1));
-    for (std::size_t i = 0; i < plan.nests_.size(); ++i) {
-        Nest& nest = plan.nests_[i];
-        nest.group = static_cast<std::size_t>(reader.next("group", 0, plan.groups_.size() - 1));
-        for (std::size_t side = 0; side < 2; ++side) {
-            nest.span[side] =
-                static_cast<std::size_t>(reader.next("span", 0, plan.spans_[side].size() - 1));
-        }
-        nest.base[0] = reader.next("local base");
-        nest.base[1] = reader.next("remote base");
-        nest.block_stride[0] = reader.next("local block stride");
-        nest.block_stride[1] = reader.next("remote block stride");
-        nest.length = reader.next("element bytes", 1);
-        nest.token_loop =
-            static_cast<std::size_t>(reader.next("token loop", 0, nest.loops.size() - 1));
-        for (Loop& loop : nest.loops) {
-            loop.count = reader.next("loop count", 1);
-            loop.stride[0] = reader.next("local stride");
-            loop.stride[1] = reader.next("remote stride");
-        }
-        plan.add_lane(i);
+    for (LoopNest& nest : nests_) {
+        nest.span[side] = places.at(nest.span[side]);
     }
-    reader.finish();
-    return plan;
 }
 
-/// Prove that a nest stays in its spans for all blocks and slots, and append it to the lanes.
-void Plan::add_lane(std::size_t index) {
-    const Nest& nest = nests_[index];
-    PlanGroup& group = groups_[nest.group];
-    std::array<std::uint64_t, 2> block_end{};
-    for (std::size_t side = 0; side < 2; ++side) {
-        std::uint64_t end = add(nest.base[side], nest.length);
-        for (std::size_t i = 0; i < nest.loops.size(); ++i) {
-            const Loop& loop = nest.loops[i];
-            const std::uint64_t count =
-                i == nest.token_loop ? group.paging[side].slots : loop.count;
-            end = add(end, mul(count - 1, loop.stride[side]));
-        }
-        block_end[side] = end;
-        end = add(end, mul(group.paging[side].num_blocks - 1, nest.block_stride[side]));
-        const Span& span = spans_[side][nest.span[side]];
-        if (nest.base[side] < span.address || end > add(span.address, span.bytes)) {
-            layout_error("plan: nest ", index, " reaches [", nest.base[side], ", ", end,
-                         "), outside its span at ", span.address, " of ", span.bytes, " bytes");
-        }
-    }
+void Plan::add_to_run_groups(std::size_t index) {
+    const LoopNest& nest = nests_[index];
+    GroupPair& group = groups_[nest.group];
+    std::uint64_t block_end = nest.base[0] + nest.length;
     std::uint64_t slot_bytes = nest.length;
     for (std::size_t i = 0; i < nest.loops.size(); ++i) {
-        slot_bytes = mul(slot_bytes, i == nest.token_loop ? 1 : nest.loops[i].count);
+        const bool is_token_loop = i == nest.token_loop;
+        const std::uint64_t count = is_token_loop ? group.paging[0].slots : nest.loops[i].count;
+        block_end += (count - 1) * nest.loops[i].stride[0];
+        slot_bytes *= is_token_loop ? 1 : count;
     }
-    group.slot_bytes = add(group.slot_bytes, slot_bytes);
-    mul(group.slot_bytes, mul(group.paging[0].slots, group.paging[0].num_blocks));
-    if (!lanes_.empty()) {
-        Lane& lane = lanes_.back();
-        const Nest& first = nests_[lane.first_nest];  // the lowest address, if made by compile
-        if (lane.group == nest.group && first.block_stride[0] == nest.block_stride[0] &&
-            block_end[0] - first.base[0] <= nest.block_stride[0]) {
-            lane.last_nest = index + 1;
+    group.slot_bytes += slot_bytes;
+    if (!run_groups_.empty()) {
+        RunGroup& part = run_groups_.back();
+        const LoopNest& first = nests_[part.first_nest];  // the lowest address
+        if (part.group == nest.group && first.block_stride[0] == nest.block_stride[0] &&
+            block_end - first.base[0] <= nest.block_stride[0]) {
+            part.last_nest = index + 1;
             return;
         }
     }
-    lanes_.push_back({nest.group, index, index + 1});
+    run_groups_.push_back({nest.group, index, index + 1});
 }
 
-std::vector<Row> Plan::extents(Side side) const {
-    std::vector<Row> rows;
-    for (const Span& span : spans_[static_cast<std::size_t>(side)]) {
-        rows.push_back({span.address, span.bytes, span.device});
+Overlap Plan::overlap(std::size_t group, const Table& table) const {
+    const GroupPair& pair = groups_.at(group);
+    Overlap overlap;
+    overlap.end = kMaxNumber;
+    for (std::size_t side = 0; side < 2; ++side) {
+        const Paging& paging = pair.paging[side];
+        check_ids(table, side, paging, group);
+        overlap.start[side] = start(table, side, paging, group);
+        overlap.begin = std::max(overlap.begin, overlap.start[side]);
+        overlap.end = std::min(
+            overlap.end, add(overlap.start[side], mul(ids(table, side).size(), paging.unit())));
     }
-    return rows;
+    if (table.num_tokens >= 0) {
+        auto wanted = static_cast<std::uint64_t>(table.num_tokens);
+        if (pair.whole) {
+            const std::uint64_t unit = pair.paging[0].unit();
+            wanted = mul(wanted / unit + (wanted % unit == 0 ? 0 : 1), unit);
+        }
+        overlap.end = std::min(overlap.end, wanted);
+    }
+    overlap.end = std::max(overlap.begin, overlap.end);
+    for (std::size_t side = 0; side < 2; ++side) {
+        const std::uint64_t unit = pair.paging[side].unit();
+        overlap.first[side] = (overlap.begin - overlap.start[side]) / unit;
+        overlap.last[side] = overlap.begin == overlap.end
+                                 ? overlap.first[side]
+                                 : (overlap.end - overlap.start[side] + unit - 1) / unit;
+    }
+    return overlap;
+}
+
+std::vector<std::uint64_t> Plan::block_runs(std::size_t group) const {
+    const Paging& local = groups_.at(group).paging[0];
+    const Paging& remote = groups_.at(group).paging[1];
+    const SlotRange slots{0, 0, std::min(local.slots, remote.slots)};
+    std::vector<std::uint64_t> lengths;
+    for (const RunGroup& part : run_groups_) {
+        if (part.group == group) {
+            for (const Run& run : this->runs(part, slots)) {
+                lengths.push_back(run.length);
+            }
+        }
+    }
+    return lengths;
+}
+
+void Plan::append_runs(const LoopNest& nest, const SlotRange& slots, std::vector<Run>& out) const {
+    auto loops = nest.loops;
+    loops[nest.token_loop].count = slots.count;
+    const auto& token_stride = loops[nest.token_loop].stride;
+    Run run{{nest.base[0] + slots.local_slot * token_stride[0],
+             nest.base[1] + slots.remote_slot * token_stride[1]},
+            nest.length,
+            nest.block_stride,
+            {&spans_[0][nest.span[0]], &spans_[1][nest.span[1]]}};
+    // Innermost loops that continue the run on both sides become part of it.
+    std::size_t depth = loops.size();
+    while (depth > 0 &&
+           (loops[depth - 1].count == 1 || (loops[depth - 1].stride[0] == run.length &&
+                                            loops[depth - 1].stride[1] == run.length))) {
+        run.length *= loops[--depth].count;
+    }
+    const std::size_t first = out.size();
+    out.push_back(run);
+    for (std::size_t level = 0; level < depth; ++level) {
+        const std::size_t last = out.size();
+        const std::vector<Run> outer(out.begin() + static_cast<std::ptrdiff_t>(first),
+                                     out.begin() + static_cast<std::ptrdiff_t>(last));
+        out.resize(first);
+        for (const Run& at : outer) {
+            Run next = at;
+            for (std::uint64_t i = 0; i < loops[level].count; ++i) {
+                out.push_back(next);
+                next.address[0] += loops[level].stride[0];
+                next.address[1] += loops[level].stride[1];
+            }
+        }
+    }
+}
+
+std::vector<Run> Plan::runs(const RunGroup& part, const SlotRange& slots) const {
+    std::vector<Run> runs;
+    for (std::size_t i = part.first_nest; i < part.last_nest; ++i) {
+        append_runs(nests_[i], slots, runs);
+    }
+    radix_sort_by(runs, [](const Run& run) { return run.address[0]; });
+    std::size_t kept = 0;
+    for (std::size_t i = 1; i < runs.size(); ++i) {
+        Run& a = runs[kept];
+        const Run& b = runs[i];
+        if (a.address[0] + a.length == b.address[0] && a.address[1] + a.length == b.address[1] &&
+            a.block_stride == b.block_stride && a.span == b.span) {
+            a.length += b.length;
+        } else {
+            runs[++kept] = b;
+        }
+    }
+    runs.resize(kept + 1);
+    return runs;
 }
 
 }  // namespace pynixlkv::kv

@@ -2,41 +2,33 @@
 /// Plans for transports that take a list of all descriptors once and indices into it afterwards.
 #include <algorithm>
 #include <limits>
-#include <string>
 
-#include "kv/plan.hpp"
+#include "kv/expansion.hpp"
 #include "kv/radix.hpp"
-#include "kv/words.hpp"
 
 namespace pynixlkv::kv {
 
-/// The runs of one whole block, cut, with their places in the prepared lists: run s of block b is
-/// entry `first + b * step` of a side's list. Strips are in the order of the local list.
-std::vector<Plan::Strip> Plan::strips() const {
-    std::vector<Strip> strips;
-    for (const Lane& lane : lanes_) {
-        const Shape whole{0, 0, groups_[lane.group].paging[0].slots};
-        for (const Run& run : lane_runs(lane, whole)) {
-            for (std::uint64_t at = 0; at < run.length; at += max_bytes_) {
-                strips.push_back({lane.group,
-                                  std::min(max_bytes_, run.length - at),
-                                  {run.address[0] + at, run.address[1] + at},
-                                  run.block_stride,
-                                  run.span,
-                                  {},
-                                  {}});
+std::vector<PoolRun> Plan::make_pool_runs() const {
+    std::vector<PoolRun> all;
+    for (const RunGroup& part : run_groups_) {
+        for (Run run : runs(part, {0, 0, groups_[part.group].paging[0].slots})) {
+            for (std::uint64_t left = run.length; left != 0; left -= run.length) {
+                run.length = std::min(max_bytes_, left);
+                all.push_back({part.group, run, {}, {}});
+                run.address[0] += run.length;
+                run.address[1] += run.length;
             }
         }
     }
     for (const std::size_t side : {std::size_t{1}, std::size_t{0}}) {
-        radix_sort_by(strips, [&](const Strip& strip) { return strip.address[side]; });
+        radix_sort_by(all, [&](const PoolRun& at) { return at.run.address[side]; });
         std::uint64_t first = 0;
-        for (auto begin = strips.begin(); begin != strips.end();) {
-            // Strips whose blocks do not get past the next block of the first of them.
-            const std::uint64_t stride = begin->block_stride[side];
-            const auto end = std::find_if(begin + 1, strips.end(), [&](const Strip& strip) {
-                return strip.group != begin->group || strip.block_stride[side] != stride ||
-                       strip.address[side] + strip.length - begin->address[side] > stride;
+        for (auto begin = all.begin(); begin != all.end();) {
+            // Runs whose blocks do not get past the next block of the first of them.
+            const std::uint64_t stride = begin->run.block_stride[side];
+            const auto end = std::find_if(begin + 1, all.end(), [&](const PoolRun& at) {
+                return at.group != begin->group || at.run.block_stride[side] != stride ||
+                       at.run.address[side] + at.run.length - begin->run.address[side] > stride;
             });
             const auto step = static_cast<std::uint64_t>(end - begin);
             const std::uint64_t num_blocks = groups_[begin->group].paging[side].num_blocks;
@@ -47,27 +39,38 @@ std::vector<Plan::Strip> Plan::strips() const {
             first = add(first, mul(step, num_blocks));
         }
     }
-    return strips;
+    return all;
+}
+
+const Plan::Pool& Plan::pool() const {
+    std::call_once(pool_.made, [this] {
+        if (!std::all_of(groups_.begin(), groups_.end(), [](const GroupPair& group) {
+                return group.paging[0].same_tokens(group.paging[1]);
+            })) {
+            return;
+        }
+        pool_.runs = make_pool_runs();
+        for (const PoolRun& at : pool_.runs) {
+            for (std::size_t side = 0; side < 2; ++side) {
+                pool_.sizes[side] += groups_[at.group].paging[side].num_blocks;
+            }
+        }
+        pool_.can_prepare =
+            std::max(pool_.sizes[0], pool_.sizes[1]) <= std::numeric_limits<std::int32_t>::max();
+    });
+    return pool_;
 }
 
 bool Plan::can_prepare() const {
-    for (const PlanGroup& group : groups_) {
-        if (!group.paging[0].same_tokens(group.paging[1])) {
-            return false;
-        }
-    }
-    const std::array<std::uint64_t, 2> sizes = prepared_sizes();
-    return std::max(sizes[0], sizes[1]) <= std::numeric_limits<std::int32_t>::max();
+    return pool().can_prepare;
 }
 
 std::array<std::uint64_t, 2> Plan::prepared_sizes() const {
-    std::array<std::uint64_t, 2> rows{};
-    for (const Strip& strip : strips()) {
-        for (std::size_t side = 0; side < 2; ++side) {
-            rows[side] += groups_[strip.group].paging[side].num_blocks;
-        }
-    }
-    return rows;
+    return pool().sizes;
+}
+
+const std::vector<PoolRun>& Plan::pool_runs() const {
+    return pool().runs;
 }
 
 void Plan::require_prepare() const {
@@ -81,63 +84,59 @@ std::vector<Row> Plan::prepared_rows(Side which) const {
     require_prepare();
     const auto side = static_cast<std::size_t>(which);
     std::vector<Row> rows(prepared_sizes()[side]);
-    for (const Strip& strip : strips()) {
-        for (std::uint64_t block = 0; block < groups_[strip.group].paging[side].num_blocks;
-             ++block) {
-            rows[strip.first[side] + block * strip.step[side]] = {
-                strip.address[side] + block * strip.block_stride[side], strip.length,
-                strip.span[side]->device};
+    for (const PoolRun& at : pool_runs()) {
+        for (std::uint64_t block = 0; block < groups_[at.group].paging[side].num_blocks; ++block) {
+            rows[at.first[side] + block * at.step[side]] = {
+                at.run.address[side] + block * at.run.block_stride[side], at.run.length,
+                at.run.span[side]->device};
         }
     }
     return rows;
 }
 
-std::optional<std::pair<std::size_t, Plan::Shape>> Plan::partial_block(
-    const Expansion& expansion) const {
-    for (std::size_t group = 0; group < groups_.size(); ++group) {
-        for (const Shape& shape : expansion.work_[group].shapes) {
-            if (shape.count != groups_[group].paging[0].slots) {
-                return std::pair{group, shape};
+std::optional<std::pair<std::size_t, SlotRange>> Expansion::partial_block() const {
+    for (std::size_t group = 0; group < paired_.size(); ++group) {
+        for (const SlotRange& slots : paired_[group].slots) {
+            if (slots.count != plan_.groups()[group].paging[0].slots) {
+                return std::pair{group, slots};
             }
         }
     }
     return std::nullopt;
 }
 
-std::optional<std::size_t> Plan::num_indices(Tables tables) const {
-    require_prepare();
-    const Expansion expansion(*this, tables);
-    if (partial_block(expansion)) {
+std::optional<std::size_t> Expansion::num_indices() const {
+    plan_.require_prepare();
+    if (partial_block()) {
         return std::nullopt;
     }
     std::size_t count = 0;
-    for (const Strip& strip : strips()) {
-        count += expansion.work_[strip.group].pieces.size();
+    for (const PoolRun& at : plan_.pool_runs()) {
+        count += paired_[at.group].pairs.size();
     }
     return count;
 }
 
-void Plan::expand_indices(Tables tables, std::vector<std::int32_t>& local,
-                          std::vector<std::int32_t>& remote) const {
-    require_prepare();
-    const Expansion expansion(*this, tables);
-    if (const auto partial = partial_block(expansion)) {
-        const auto& [group, shape] = *partial;
-        plan_error("group ", group, ": prepared rows are whole blocks; ", shape.count,
-                   " tokens of a block of ", groups_[group].paging[0].slots,
+void Expansion::emit_indices(std::vector<std::int32_t>& local,
+                             std::vector<std::int32_t>& remote) const {
+    plan_.require_prepare();
+    if (const auto partial = partial_block()) {
+        const auto& [group, slots] = *partial;
+        plan_error("group ", group, ": prepared rows are whole blocks; ", slots.count,
+                   " tokens of a block of ", plan_.groups()[group].paging[0].slots,
                    " would move; round num_tokens up");
     }
-    const std::vector<Strip> all = strips();
     local.clear();
     remote.clear();
+    const std::vector<PoolRun>& all = plan_.pool_runs();
     for (auto begin = all.begin(); begin != all.end();) {
         const auto end = begin + static_cast<std::ptrdiff_t>(begin->step[0]);
-        for (const Piece& piece : expansion.work_[begin->group].pieces) {
-            for (auto strip = begin; strip != end; ++strip) {
-                local.push_back(static_cast<std::int32_t>(strip->first[0] +
-                                                          piece.local_block * strip->step[0]));
-                remote.push_back(static_cast<std::int32_t>(strip->first[1] +
-                                                           piece.remote_block * strip->step[1]));
+        for (const BlockPair& pair : paired_[begin->group].pairs) {
+            for (auto at = begin; at != end; ++at) {
+                local.push_back(
+                    static_cast<std::int32_t>(at->first[0] + pair.local_block * at->step[0]));
+                remote.push_back(
+                    static_cast<std::int32_t>(at->first[1] + pair.remote_block * at->step[1]));
             }
         }
         begin = end;

@@ -4,14 +4,14 @@
 #include <array>
 #include <utility>
 
-#include "kv/words.hpp"
+#include "kv/checks.hpp"
 
 namespace pynixlkv::kv {
 
 void radix_sort(std::vector<Keyed>& items) {
     constexpr unsigned kBits = 12;
     constexpr std::uint64_t kMask = (1U << kBits) - 1;
-    static_assert(kMaxWord >> (5 * kBits) == 0, "the shift below ends before it is too wide");
+    static_assert(kMaxNumber >> (5 * kBits) == 0, "the shift below ends before it is too wide");
     const auto less = [](const Keyed& a, const Keyed& b) { return a.key < b.key; };
     if (std::is_sorted(items.begin(), items.end(), less)) {
         return;

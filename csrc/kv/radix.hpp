@@ -14,8 +14,8 @@ struct Keyed {
     std::size_t index;
 };
 
-/// Sort by key, stably; keys up to kMaxWord. Costs one pass if they are in order already, else two
-/// more passes for each 12 bits in which they differ.
+/// Sort by key, stably; keys up to kMaxNumber. Costs one pass if they are in order already, else
+/// two more passes for each 12 bits in which they differ.
 void radix_sort(std::vector<Keyed>& items);
 
 /// Sort items by a key, as above.

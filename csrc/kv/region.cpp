@@ -4,14 +4,13 @@
 #include <string>
 #include <utility>
 
-#include "kv/words.hpp"
+#include "kv/checks.hpp"
 
 namespace pynixlkv::kv {
 
 namespace {
 
-/// A geometry from outside must not keep us busy: a second or so of comparing, most need a
-/// thousandth of this.
+/// Bounds the time that a peer's geometry can take, to about a second; most need a thousandth.
 constexpr std::uint64_t kMaxOverlapSteps = 10'000'000;
 
 std::string name(std::size_t group, std::size_t region) {
@@ -36,14 +35,14 @@ void check_nested(const Region& region, std::uint64_t element_bytes, const std::
     }
 }
 
-/// Decides whether two boxes share a byte, by choosing the difference of their indices axis by
-/// axis, widest stride first, and leaving branches whose rest cannot bring the two together.
-class Overlap {
+/// Searches for a byte that two boxes share: chooses the difference of their indices axis by axis,
+/// widest stride first, and prunes branches whose remaining axes cannot close the distance.
+class OverlapSearch {
   public:
     /// @param same_block whether equal block ids count as well
-    /// @param steps choices that are left to all comparisons together
-    Overlap(const Region& a, std::uint64_t a_bytes, const Region& b, std::uint64_t b_bytes,
-            bool same_block, std::uint64_t& steps)
+    /// @param steps budget of all searches together
+    OverlapSearch(const Region& a, std::uint64_t a_bytes, const Region& b, std::uint64_t b_bytes,
+                  bool same_block, std::uint64_t& steps)
         : a_bytes_(static_cast<std::int64_t>(a_bytes)),
           b_bytes_(static_cast<std::int64_t>(b_bytes)),
           same_block_(same_block),
@@ -132,16 +131,14 @@ bool share_logical_element(const Region& a, const Region& b) {
     });
 }
 
-Region read_region(WordReader& reader, const Geometry& geometry, const Group& group,
-                   const std::string& subject) {
-    Region region;
-    region.span = static_cast<std::size_t>(reader.next("span", 0, geometry.spans.size() - 1));
-    region.base = reader.next("base");
-    for (std::size_t axis = 0; axis < kNumAxes; ++axis) {
-        Extent& extent = region.axes[axis];
-        extent.start = reader.next("axis start");
-        extent.count = reader.next("axis count", 1);
-        extent.stride = reader.next("axis stride");
+void check_region(const Region& region, const Geometry& geometry, const Group& group,
+                  const std::string& subject) {
+    check_range("span", region.span, 0, geometry.spans.size() - 1);
+    check_range("base", region.base);
+    for (const Extent& extent : region.axes) {
+        check_range("axis start", extent.start);
+        check_range("axis count", extent.count, 1);
+        check_range("axis stride", extent.stride);
         add(extent.start, extent.count);
     }
     const std::array<std::uint64_t, 2> counts{region.axes[kBlock].count, region.axes[kToken].count};
@@ -150,26 +147,40 @@ Region read_region(WordReader& reader, const Geometry& geometry, const Group& gr
                      group.paging.num_blocks, " of ", group.paging.slots);
     }
     check_nested(region, group.element_bytes, subject);
-    const Span& span = geometry.spans[region.span];
+    const Row& span = geometry.spans[region.span];
     const std::uint64_t end = region_end(region, group.element_bytes);
-    if (region.base < span.address || end > span.address + span.bytes) {
+    if (region.base < span.address || end > span.address + span.length) {
         layout_error(subject, " occupies [", region.base, ", ", end, "), outside its span [",
-                     span.address, ", ", span.address + span.bytes, ")");
+                     span.address, ", ", span.address + span.length, ")");
     }
-    return region;
 }
 
-Group read_group(WordReader& reader, const Geometry& geometry, std::size_t index) {
-    Group group;
-    group.element_bytes = reader.next("element bytes", 1);
-    group.paging = read_paging(reader);
-    group.has_heads = reader.next("head flag", 0, 1) == 1;
-    group.indivisible = reader.next("indivisible axes", 0, (1U << kNumAxes) - 1);
-    group.regions.resize(reader.count("number of regions", 2 + 3 * kNumAxes, 1));
-    for (std::size_t i = 0; i < group.regions.size(); ++i) {
-        group.regions[i] = read_region(reader, geometry, group, name(index, i));
+void check_spans(const std::vector<Row>& spans) {
+    check_range("number of spans", spans.size(), 1);
+    std::uint64_t previous_end = 0;
+    for (const Row& span : spans) {
+        check_range("span address", span.address);
+        check_range("span bytes", span.length, 1);
+        check_range("span device", span.device);
+        if (span.address < previous_end) {
+            layout_error("spans are not ascending and disjoint: one at ", span.address,
+                         " starts before ", previous_end);
+        }
+        previous_end = add(span.address, span.length);
     }
-    return group;
+}
+
+void check_paging(const Paging& paging) {
+    check_range("number of blocks", paging.num_blocks, 1);
+    check_range("tokens per block", paging.slots, 1);
+    check_range("context rank", paging.rank);
+    check_range("context ranks", paging.ranks, paging.rank + 1);
+    check_range("context interleave", paging.interleave, 1);
+    if (paging.slots % paging.interleave != 0) {
+        layout_error(paging.slots, " tokens per block do not divide into turns of ",
+                     paging.interleave);
+    }
+    mul(mul(paging.slots, paging.ranks), paging.num_blocks);
 }
 
 /// The pairs of regions, one of each group or both of one, whose address ranges meet.
@@ -197,18 +208,11 @@ void check_inside_group(const Group& group, std::size_t index, std::uint64_t& st
         }
     }
     for (const auto& [i, j] : touching(group, group)) {
-        if (Overlap(group.regions[i], group.element_bytes, group.regions[j], group.element_bytes,
-                    true, steps)
+        if (OverlapSearch(group.regions[i], group.element_bytes, group.regions[j],
+                          group.element_bytes, true, steps)
                 .found()) {
             layout_error(name(index, i), " and ", name(index, j), " overlap in memory");
         }
-    }
-}
-
-/// By value: the numbers change on the way.
-void replace_pool(Geometry& geometry, std::size_t from, std::size_t to) {
-    for (Group& group : geometry.groups) {
-        group.pool = group.pool == from ? to : group.pool;
     }
 }
 
@@ -219,49 +223,30 @@ void join_pools(Geometry& geometry, std::size_t first, std::size_t second, std::
     for (const auto& [i, j] : touching(a, b)) {
         const Region& x = a.regions[i];
         const Region& y = b.regions[j];
-        if (Overlap(x, a.element_bytes, y, b.element_bytes, false, steps).found()) {
+        if (OverlapSearch(x, a.element_bytes, y, b.element_bytes, false, steps).found()) {
             layout_error(name(first, i), " and ", name(second, j),
                          " overlap in memory at different block numbers");
         }
-        if (Overlap(x, a.element_bytes, y, b.element_bytes, true, steps).found()) {
-            const std::pair<std::size_t, std::size_t> pools = std::minmax(a.pool, b.pool);
-            replace_pool(geometry, pools.second, pools.first);
+        if (OverlapSearch(x, a.element_bytes, y, b.element_bytes, true, steps).found()) {
+            const auto [kept, joined] =
+                std::pair(std::min(a.pool, b.pool), std::max(a.pool, b.pool));
+            for (Group& group : geometry.groups) {
+                group.pool = group.pool == joined ? kept : group.pool;
+            }
+        }
+    }
+}
+
+void number_pools(Geometry& geometry, std::uint64_t& steps) {
+    for (std::size_t i = 0; i < geometry.groups.size(); ++i) {
+        geometry.groups[i].pool = i;
+        for (std::size_t j = 0; j < i; ++j) {
+            join_pools(geometry, j, i, steps);
         }
     }
 }
 
 }  // namespace
-
-Paging read_paging(WordReader& reader) {
-    Paging paging;
-    paging.num_blocks = reader.next("number of blocks", 1);
-    paging.slots = reader.next("tokens per block", 1);
-    paging.rank = reader.next("context rank");
-    paging.ranks = reader.next("context ranks", paging.rank + 1);
-    paging.interleave = reader.next("context interleave", 1);
-    if (paging.slots % paging.interleave != 0) {
-        layout_error(paging.slots, " tokens per block do not divide into turns of ",
-                     paging.interleave);
-    }
-    mul(mul(paging.slots, paging.ranks), paging.num_blocks);
-    return paging;
-}
-
-std::vector<Span> read_spans(WordReader& reader) {
-    std::vector<Span> spans(reader.count("number of spans", 3, 1));
-    std::uint64_t previous_end = 0;
-    for (Span& span : spans) {
-        span.address = reader.next("span address");
-        span.bytes = reader.next("span bytes", 1);
-        span.device = reader.next("span device");
-        if (span.address < previous_end) {
-            layout_error("spans are not ascending and disjoint: one at ", span.address,
-                         " starts before ", previous_end);
-        }
-        previous_end = add(span.address, span.bytes);
-    }
-    return spans;
-}
 
 std::uint64_t region_end(const Region& region, std::uint64_t element_bytes) {
     std::uint64_t end = add(region.base, element_bytes);
@@ -271,29 +256,39 @@ std::uint64_t region_end(const Region& region, std::uint64_t element_bytes) {
     return end;
 }
 
-Geometry Geometry::from_words(std::span<const std::uint64_t> words) {
-    WordReader reader(words, "geometry");
-    Geometry geometry;
-    geometry.spans = read_spans(reader);
-    geometry.groups.resize(reader.count("number of groups", 9, 1));
+Geometry checked(Geometry geometry) {
+    check_spans(geometry.spans);
+    check_range("number of groups", geometry.groups.size(), 1);
     std::size_t num_regions = 0;
     for (std::size_t i = 0; i < geometry.groups.size(); ++i) {
-        geometry.groups[i] = read_group(reader, geometry, i);
-        geometry.groups[i].pool = i;
-        num_regions += geometry.groups[i].regions.size();
+        const Group& group = geometry.groups[i];
+        check_range("element bytes", group.element_bytes, 1);
+        check_paging(group.paging);
+        num_regions += group.regions.size();
         if (num_regions > kMaxRegions) {
             layout_error("a geometry holds at most ", kMaxRegions, " regions");
         }
+        check_range("number of regions", group.regions.size(), 1);
+        for (std::size_t j = 0; j < group.regions.size(); ++j) {
+            check_region(group.regions[j], geometry, group, name(i, j));
+        }
     }
-    reader.finish();
     std::uint64_t steps = kMaxOverlapSteps;
     for (std::size_t i = 0; i < geometry.groups.size(); ++i) {
         check_inside_group(geometry.groups[i], i, steps);
-        for (std::size_t j = 0; j < i; ++j) {
-            join_pools(geometry, j, i, steps);
-        }
     }
+    number_pools(geometry, steps);
     return geometry;
+}
+
+Geometry select(const Geometry& geometry, std::span<const std::size_t> indices) {
+    Geometry selected{geometry.spans, {}};
+    for (const std::size_t index : indices) {
+        selected.groups.push_back(geometry.groups.at(index));
+    }
+    std::uint64_t steps = kMaxOverlapSteps;
+    number_pools(selected, steps);
+    return selected;
 }
 
 }  // namespace pynixlkv::kv

@@ -1,5 +1,5 @@
 /// @file
-/// What a rank holds, as boxes with named axes. Integers only: no memory is touched here.
+/// A rank's KV cache as boxes with named axes. Integers only: no memory is touched here.
 #pragma once
 
 #include <array>
@@ -9,12 +9,15 @@
 #include <tuple>
 #include <vector>
 
+#include "base/row.hpp"
+
 namespace pynixlkv::kv {
 
 enum Axis : std::size_t { kLayer, kKv, kBlock, kHead, kToken, kDim, kNumAxes };
 
 inline constexpr std::array<const char*, kNumAxes> kAxisNames{"layer", "kv",    "block",
                                                               "head",  "token", "dim"};
+inline constexpr std::array<char, kNumAxes> kAxisLetters{'L', 'K', 'B', 'H', 'N', 'D'};
 
 /// The axes that are matched by their global index. Blocks are addressed by tables and tokens by
 /// position in the sequence.
@@ -28,13 +31,6 @@ struct Extent {
     std::uint64_t start = 0;
     std::uint64_t count = 1;
     std::uint64_t stride = 0;
-};
-
-/// A contiguous range of memory that is registered as a whole.
-struct Span {
-    std::uint64_t address = 0;
-    std::uint64_t bytes = 0;
-    std::uint64_t device = 0;
 };
 
 /// A box of elements: element (i...) is at base + sum of (i - start) * stride over its axes.
@@ -73,37 +69,28 @@ struct Group {
     Paging paging;
     /// The head axis is global; false for caches that every rank holds whole.
     bool has_heads = false;
-    /// Bit per Axis: the inside is opaque along it.
-    std::uint64_t indivisible = 0;
-    /// Groups with the same number overlap in memory, block by block.
+    /// Bit per Axis along which the inside of the cache is opaque.
+    std::uint64_t opaque_axes = 0;
+    std::vector<Region> regions{};
+    /// Groups with the same number overlap in memory, block by block. Set by `checked`.
     std::size_t pool = 0;
-    std::vector<Region> regions;
 };
 
 /// All that one rank holds.
 struct Geometry {
-    std::vector<Span> spans;
+    /// Memory registered as a whole, ascending and disjoint.
+    std::vector<Row> spans;
     std::vector<Group> groups;
-
-    /// Parse and check: everything inside its span, no element at two places of a group, no two
-    /// elements at one place.
-    ///
-    /// Words: number of spans, then (address, bytes, device) each; number of groups, then each
-    /// (element bytes, number of blocks, slots, rank, ranks, interleave, has heads, indivisible,
-    /// number of regions, then (span, base, then (start, count, stride) per axis) each).
-    /// @throws Error LayoutError
-    static Geometry from_words(std::span<const std::uint64_t> words);
 };
 
-class WordReader;
-
-/// Words: number of blocks, slots, rank, ranks, interleave.
+/// Check that each region lies in its span, no group holds an element twice and no two elements
+/// share a byte; number the pools.
 /// @throws Error LayoutError
-Paging read_paging(WordReader& reader);
+Geometry checked(Geometry geometry);
 
-/// Words: number of spans, then (address, bytes, device) each, ascending and disjoint.
-/// @throws Error LayoutError
-std::vector<Span> read_spans(WordReader& reader);
+/// Some groups of a checked geometry, in the order of `indices`, with the pools numbered anew: two
+/// groups may share a pool only through a third.
+Geometry select(const Geometry& geometry, std::span<const std::size_t> indices);
 
 /// One past the last byte of a region.
 std::uint64_t region_end(const Region& region, std::uint64_t element_bytes);

@@ -48,9 +48,9 @@ struct NixlPrepared final : transfer::Prepared {
     PreparedHandle remote;
 };
 
-class NixlOperation final : public transfer::Operation {
+class NixlXfer final : public transfer::NativeXfer {
   public:
-    NixlOperation(XferHandle native, Op op, std::string peer, std::size_t count)
+    NixlXfer(XferHandle native, Op op, std::string peer, std::size_t count)
         : native_(std::move(native)), op_(op), peer_(std::move(peer)), count_(count) {}
 
     void post() override { (void)has_ended(native_.post(nullptr), "post_xfer_req"); }
@@ -141,11 +141,11 @@ bool NixlDriver::is_alive(transfer::Connection& connection) {
 }
 
 template <class Make>
-std::unique_ptr<transfer::Operation> NixlDriver::request(transfer::Connection& connection, Op op,
-                                                         std::size_t count, Make make) {
+std::unique_ptr<transfer::NativeXfer> NixlDriver::request(transfer::Connection& connection, Op op,
+                                                          std::size_t count, Make make) {
     const std::string& peer = static_cast<const NixlConnection&>(connection).name;
     try {
-        return std::make_unique<NixlOperation>(XferHandle(agent_, make(peer)), op, peer, count);
+        return std::make_unique<NixlXfer>(XferHandle(agent_, make(peer)), op, peer, count);
     } catch (const NativeError& e) {
         // Up to 1.4 NIXL drops a lost peer and then cannot make requests for it.
         if (!is_alive(connection)) {
@@ -155,9 +155,9 @@ std::unique_ptr<transfer::Operation> NixlDriver::request(transfer::Connection& c
     }
 }
 
-std::unique_ptr<transfer::Operation> NixlDriver::make(transfer::Connection& connection,
-                                                      transfer::Op op,
-                                                      const transfer::RowPairs& rows) {
+std::unique_ptr<transfer::NativeXfer> NixlDriver::make(transfer::Connection& connection,
+                                                       transfer::Op op,
+                                                       const transfer::RowPairs& rows) {
     return request(connection, op, rows.local.size(), [&](const std::string& peer) {
         const auto local = make_xfer_list(agent_->library(), rows.local_memory, rows.local);
         const auto remote = make_xfer_list(agent_->library(), rows.remote_memory, rows.remote);
@@ -178,9 +178,10 @@ std::unique_ptr<transfer::Prepared> NixlDriver::prepare(transfer::Connection& co
     return prepared;
 }
 
-std::unique_ptr<transfer::Operation> NixlDriver::make(transfer::Connection& connection,
-                                                      transfer::Op op, transfer::Prepared& prepared,
-                                                      const transfer::IndexPairs& indices) {
+std::unique_ptr<transfer::NativeXfer> NixlDriver::make(transfer::Connection& connection,
+                                                       transfer::Op op,
+                                                       transfer::Prepared& prepared,
+                                                       const transfer::IndexPairs& indices) {
     const auto& lists = static_cast<const NixlPrepared&>(prepared);
     return request(connection, op, indices.local.size(), [&](const std::string& peer) {
         return agent_->make_xfer(op, lists.local.get(), indices.local, lists.remote.get(),

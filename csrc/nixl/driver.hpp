@@ -1,5 +1,5 @@
 /// @file
-/// The transfer engine's view of NIXL.
+/// The transfer agent's view of NIXL.
 #pragma once
 
 #include <memory>
@@ -31,13 +31,13 @@ class NixlDriver final : public transfer::Driver {
                                                   std::string_view metadata) override;
     void refresh(transfer::Connection& connection, std::string_view metadata) override;
     bool is_alive(transfer::Connection& connection) override;
-    std::unique_ptr<transfer::Operation> make(transfer::Connection& connection, transfer::Op op,
-                                              const transfer::RowPairs& rows) override;
+    std::unique_ptr<transfer::NativeXfer> make(transfer::Connection& connection, transfer::Op op,
+                                               const transfer::RowPairs& rows) override;
     std::unique_ptr<transfer::Prepared> prepare(transfer::Connection& connection,
                                                 const transfer::RowPairs& rows) override;
-    std::unique_ptr<transfer::Operation> make(transfer::Connection& connection, transfer::Op op,
-                                              transfer::Prepared& prepared,
-                                              const transfer::IndexPairs& indices) override;
+    std::unique_ptr<transfer::NativeXfer> make(transfer::Connection& connection, transfer::Op op,
+                                               transfer::Prepared& prepared,
+                                               const transfer::IndexPairs& indices) override;
     void notify(transfer::Connection& connection, const std::string& message) override;
     bool receive(std::vector<transfer::Notification>& into) override;
 
@@ -45,8 +45,8 @@ class NixlDriver final : public transfer::Driver {
     /// Run a call that makes a request of some descriptors, and tell a lost connection from a
     /// refusal.
     template <class Make>
-    std::unique_ptr<transfer::Operation> request(transfer::Connection& connection, Op op,
-                                                 std::size_t count, Make make);
+    std::unique_ptr<transfer::NativeXfer> request(transfer::Connection& connection, Op op,
+                                                  std::size_t count, Make make);
 
     const std::shared_ptr<AgentHandle> agent_;
     const std::shared_ptr<Backend> backend_;

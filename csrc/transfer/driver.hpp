@@ -1,6 +1,6 @@
 /// @file
-/// What an engine needs of a native library. One implementation per library, plus an in-process
-/// one; only the engine's thread ever calls it, so no implementation needs locks of its own.
+/// What an agent needs of a native library: one implementation per library, and one in process.
+/// Only the agent's thread calls a driver, so that no implementation needs locks.
 #pragma once
 
 #include <cstdint>
@@ -15,27 +15,26 @@
 
 namespace pynixlkv::transfer {
 
-/// The connection to a peer is gone. Carries the library's error when there is one.
+/// The connection to a peer is gone.
 class ConnectionLost : public NativeError {
   public:
     explicit ConnectionLost(const NativeError& cause) : NativeError(cause) {}
 };
 
-/// One native request. Destroying it requires that it is quiet: never posted, or ended.
-class Operation {
+/// One native request. It must be quiet when it is destroyed: never posted, or ended.
+class NativeXfer {
   public:
-    Operation() = default;
-    Operation(const Operation&) = delete;
-    Operation& operator=(const Operation&) = delete;
-    virtual ~Operation() = default;
+    NativeXfer() = default;
+    NativeXfer(const NativeXfer&) = delete;
+    NativeXfer& operator=(const NativeXfer&) = delete;
+    virtual ~NativeXfer() = default;
 
-    /// Start moving, once; the copy may happen in this call.
-    /// @throws ConnectionLost when the connection is gone, Error on other failures; it is then
-    /// quiet
+    /// Start moving, once; the copy may happen in this call. Quiet if it throws.
+    /// @throws ConnectionLost when the connection is gone, Error on other failures
     virtual void post() = 0;
-    /// Make progress and tell whether the operation has ended.
+    /// Make progress. Quiet if it throws.
     /// @return true when all bytes have moved and, for a write, are visible at the peer
-    /// @throws Error when it ended without success; it is then quiet
+    /// @throws Error when the request failed
     virtual bool poll() = 0;
 };
 
@@ -57,7 +56,7 @@ class Registered {
     virtual ~Registered() = default;
 };
 
-/// Rows of both sides in the library's own form, so that a transfer can name them by index.
+/// Rows of both sides in the library's own form, which requests choose from by index.
 class Prepared {
   public:
     Prepared() = default;
@@ -98,13 +97,13 @@ class Driver {
                                                               std::string_view metadata) = 0;
     /// Load newer metadata of the same incarnation of a connected peer.
     virtual void refresh(Connection& connection, std::string_view metadata) = 0;
-    /// Whether the library still believes in the connection. May cost a message.
+    /// Ask the library whether the connection stands. May cost a message.
     [[nodiscard]] virtual bool is_alive(Connection& connection) = 0;
 
     /// Make a request out of rows of equal lengths.
     /// @throws ConnectionLost when the connection is gone, Error on other failures
-    [[nodiscard]] virtual std::unique_ptr<Operation> make(Connection& connection, Op op,
-                                                          const RowPairs& rows) = 0;
+    [[nodiscard]] virtual std::unique_ptr<NativeXfer> make(Connection& connection, Op op,
+                                                           const RowPairs& rows) = 0;
 
     /// Put the rows of both sides (not paired) into the library's own form.
     /// @return null if the library has none
@@ -113,28 +112,29 @@ class Driver {
         return nullptr;
     }
     /// Make a request out of prepared rows. Only called with what `prepare` gave.
-    [[nodiscard]] virtual std::unique_ptr<Operation> make(Connection& connection, Op op,
-                                                          Prepared& prepared,
-                                                          const IndexPairs& indices);
+    [[nodiscard]] virtual std::unique_ptr<NativeXfer> make(Connection& connection, Op op,
+                                                           Prepared& prepared,
+                                                           const IndexPairs& indices);
 
-    /// Send a notification. Returning means queued in order after what has ended before.
+    /// Queue a notification; peers receive notifications in order, after the transfers that had
+    /// ended before.
     virtual void notify(Connection& connection, const std::string& message) = 0;
-    /// Progress the library and append what has arrived. Called in every round of the engine.
-    /// @return whether the library had anything to do, as when it moves bytes for a peer; false
-    ///         where that cannot be known
+    /// Progress the library and append the notifications that have arrived. Called in every turn of
+    /// the loop.
+    /// @return whether the library had work, such as bytes to move for a peer; false if unknown
     virtual bool receive(std::vector<Notification>& into) = 0;
 
-    /// A descriptor that is readable when the library has something to do; -1 if it has none, and
-    /// must be asked at intervals.
+    /// A file descriptor that is readable when the library has work; -1 if the library has none and
+    /// must be polled.
     [[nodiscard]] virtual int event_fd() { return -1; }
-    /// Called before the engine sleeps on the descriptor.
-    /// @return false if there is something to do right now
+    /// Called before the agent sleeps on the descriptor.
+    /// @return false if there is work right now
     [[nodiscard]] virtual bool arm() { return true; }
 };
 
-inline std::unique_ptr<Operation> Driver::make(Connection& /*connection*/, Op /*op*/,
-                                               Prepared& /*prepared*/,
-                                               const IndexPairs& /*indices*/) {
+inline std::unique_ptr<NativeXfer> Driver::make(Connection& /*connection*/, Op /*op*/,
+                                                Prepared& /*prepared*/,
+                                                const IndexPairs& /*indices*/) {
     throw Error("StateError", "this library has no prepared rows");
 }
 

@@ -43,11 +43,11 @@ class FakeRegistered final : public Registered {
 
 }  // namespace
 
-class FakeOperation final : public Operation {
+class FakeXfer final : public NativeXfer {
   public:
-    FakeOperation(std::shared_ptr<FakeNetwork> network, std::string owner_name,
-                  std::uint64_t owner_token, const FakeConnection& connection, Op op,
-                  const RowPairs& rows)
+    FakeXfer(std::shared_ptr<FakeNetwork> network, std::string owner_name,
+             std::uint64_t owner_token, const FakeConnection& connection, Op op,
+             const RowPairs& rows)
         : network_(std::move(network)),
           owner_name_(std::move(owner_name)),
           owner_token_(owner_token),
@@ -231,17 +231,17 @@ bool FakeDriver::is_alive(Connection& connection) {
     return network_->find(peer.name, peer.token) != nullptr;
 }
 
-std::unique_ptr<Operation> FakeDriver::make(Connection& connection, Op op, const RowPairs& rows) {
-    return std::make_unique<FakeOperation>(
-        network_, name_, token_, static_cast<const FakeConnection&>(connection), op, rows);
+std::unique_ptr<NativeXfer> FakeDriver::make(Connection& connection, Op op, const RowPairs& rows) {
+    return std::make_unique<FakeXfer>(network_, name_, token_,
+                                      static_cast<const FakeConnection&>(connection), op, rows);
 }
 
 std::unique_ptr<Prepared> FakeDriver::prepare(Connection& /*connection*/, const RowPairs& rows) {
     return std::make_unique<FakePrepared>(rows);
 }
 
-std::unique_ptr<Operation> FakeDriver::make(Connection& connection, Op op, Prepared& prepared,
-                                            const IndexPairs& indices) {
+std::unique_ptr<NativeXfer> FakeDriver::make(Connection& connection, Op op, Prepared& prepared,
+                                             const IndexPairs& indices) {
     const auto& lists = static_cast<const FakePrepared&>(prepared);
     const auto pick = [](const std::vector<Row>& from, std::span<const std::int32_t> which) {
         std::vector<Row> rows;

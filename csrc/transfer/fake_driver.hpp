@@ -34,7 +34,7 @@ class FakeNetwork {
 
   private:
     friend class FakeDriver;
-    friend class FakeOperation;
+    friend class FakeXfer;
 
     struct Endpoint {
         std::uint64_t token = 0;
@@ -69,10 +69,10 @@ class FakeDriver final : public Driver {
                                         std::string_view metadata) override;
     void refresh(Connection& connection, std::string_view metadata) override;
     bool is_alive(Connection& connection) override;
-    std::unique_ptr<Operation> make(Connection& connection, Op op, const RowPairs& rows) override;
+    std::unique_ptr<NativeXfer> make(Connection& connection, Op op, const RowPairs& rows) override;
     std::unique_ptr<Prepared> prepare(Connection& connection, const RowPairs& rows) override;
-    std::unique_ptr<Operation> make(Connection& connection, Op op, Prepared& prepared,
-                                    const IndexPairs& indices) override;
+    std::unique_ptr<NativeXfer> make(Connection& connection, Op op, Prepared& prepared,
+                                     const IndexPairs& indices) override;
     void notify(Connection& connection, const std::string& message) override;
     bool receive(std::vector<Notification>& into) override;
 

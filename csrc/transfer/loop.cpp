@@ -5,11 +5,11 @@
 #include <sys/prctl.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <exception>
+#include <span>
 #include <thread>
-
-#include "base/keep.hpp"
 
 namespace pynixlkv::transfer {
 
@@ -19,7 +19,7 @@ using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
 // How the thread waits. It spins (yielding) while an event is likely within microseconds, then naps
-// ever longer: a waiting transfer is polled at 20 kHz, then 2 kHz; an idle engine as its options
+// ever longer: a waiting transfer is polled at 20 kHz, then 2 kHz; an idle agent as its options
 // say.
 constexpr auto kSpinWithWork = milliseconds(5);
 constexpr auto kNapWithWork = microseconds(50);
@@ -27,8 +27,10 @@ constexpr auto kStalled = milliseconds(100);
 constexpr auto kNapStalled = microseconds(500);
 constexpr auto kSpinWithoutWork = microseconds(100);
 constexpr auto kLinger = milliseconds(2);
-/// A notification this long after the last ring came from a sender that does not ring.
-constexpr auto kRingIsOld = milliseconds(50);
+/// A longer turn is a pause of the process, or of its host: nothing could be observed meanwhile.
+constexpr auto kLongestTurn = std::chrono::seconds(1);
+/// A notification this long after the last wake-up came from a sender that cannot wake this agent.
+constexpr auto kWakeIsOld = milliseconds(50);
 
 std::string bytes_text(std::uint64_t bytes) {
     char text[32];
@@ -40,49 +42,25 @@ std::string bytes_text(std::uint64_t bytes) {
     return text;
 }
 
+std::string describe(const Active& a) {
+    const Transfer& t = *a.transfer;
+    return std::string(t.op() == Op::kRead ? "READ from" : "WRITE to") + " peer '" +
+           t.peer()->name() + "' (transfer " + std::to_string(t.id()) + ")";
+}
+
+/// The transfer can no longer move any byte: its memory and its peer are free of it.
+void let_go(Active& a) {
+    a.uses.end();
+    --a.link->unquiet;
+}
+
 }  // namespace
 
-std::string seconds_text(Clock::duration d) {
-    char text[32];
-    std::snprintf(text, sizeof text, "%.3g s", std::chrono::duration<double>(d).count());
-    return text;
-}
-
-/// Get the thread out of its sleep, after what it shall see has changed. Without holding the mutex,
-/// which is the first thing that the thread wants.
-void Loop::wake() {
-    if (asleep_.exchange(false)) {
-        woken_.set();
-    }
-}
-
-void Loop::announce() {
-    {
-        const std::lock_guard lock(inbox_mutex_);
-        ++activity_;
-    }
-    arrived_.notify_all();
-}
-
-void Loop::post(std::function<void()> command) {
-    {
-        const std::lock_guard lock(mutex_);
-        if (closing_) {
-            throw Error("ClosedError", "agent '" + name_ + "' is closed");
-        }
-        commands_.push_back(std::move(command));
-    }
-    wake();
-}
-
-// ---------------------------------------------------------------------------------------------
-// Loop: engine thread
-
-bool Loop::run(const DriverFactory& factory, std::promise<void>& started) {
-    ::pthread_setname_np(::pthread_self(), ("pnkv-" + name_).substr(0, 15).c_str());
+bool Loop::run(DriverFactory factory, std::promise<void>& started) {
+    ::pthread_setname_np(::pthread_self(), ("pnkv-" + shared_->name).substr(0, 15).c_str());
     ::prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);  // naps of 50 us should not become 100 us
     try {
-        driver_ = factory();
+        driver_ = std::exchange(factory, nullptr)();
     } catch (...) {
         started.set_exception(std::current_exception());
         return true;
@@ -90,25 +68,20 @@ bool Loop::run(const DriverFactory& factory, std::promise<void>& started) {
     started.set_value();
 
     for (;;) {
-        bool busy = run_commands();
-        busy |= admit();
+        bool busy = take_work();
+        excuse_pause();
         busy |= receive();
         for (Active& a : active_) {
             busy |= advance(a);
             busy |= receive();  // a post may have taken milliseconds
         }
         settle();
-        bool closing = false;
-        {
-            const std::lock_guard lock(mutex_);
-            if (stop_) {
-                break;
-            }
-            closing = closing_ && commands_.empty() && queued_.empty();
+        if (shared_->queue.is_stopped()) {
+            break;
         }
-        if (closing) {
+        if (shared_->queue.is_finished()) {
             for (Active& a : active_) {
-                end(a, State::kCancelled, describe(a) + " was cancelled: the agent was closed", {});
+                end(a, State::kCancelled, describe(a) + " was cancelled: the agent was closed");
             }
             if (active_.empty()) {
                 break;
@@ -116,65 +89,41 @@ bool Loop::run(const DriverFactory& factory, std::promise<void>& started) {
         }
         pause(busy);
     }
-    const bool clean = refuse_the_rest() && active_.empty();
+    const bool clean = shared_->queue.refuse_rest() && active_.empty();
     if (clean) {
         teardown();
-    } else {
-        abandon();
     }
     return clean;
 }
 
-/// Drop commands and transfers that came too late; their callers see the agent as closed.
-/// @return whether no transfer was among them
-bool Loop::refuse_the_rest() {
-    const std::lock_guard lock(mutex_);
-    commands_.clear();
-    return queued_.empty();
-}
-
-bool Loop::run_commands() {
-    std::deque<std::function<void()>> commands;
-    {
-        const std::lock_guard lock(mutex_);
-        commands.swap(commands_);
+bool Loop::take_work() {
+    shared_->queue.take(work_);
+    const bool busy = !work_.commands.empty() || !work_.transfers.empty();
+    for (auto& command : work_.commands) {
+        command(*this);
     }
-    for (auto& command : commands) {
-        command();
-    }
-    return !commands.empty();
-}
-
-bool Loop::admit() {
-    std::deque<Active> queued;
-    {
-        const std::lock_guard lock(mutex_);
-        queued.swap(queued_);
-    }
-    for (Active& a : queued) {
-        {
-            const std::lock_guard lock(a.transfer->mutex_);
-            a.transfer->stats_.queued_ns = ns(Clock::now() - a.submitted);
-        }
-        ++a.transfer->peer_->unquiet_;
+    work_.commands.clear();
+    for (Active& a : work_.transfers) {
+        a.transfer->update(
+            [&](TransferStats& stats) { stats.queued_ns = ns(Clock::now() - a.submitted); });
+        a.link = link_of(a.transfer->peer());
+        ++a.link->unquiet;
         active_.push_back(std::move(a));
     }
-    return !queued.empty();
+    work_.transfers.clear();
+    return busy;
 }
 
-std::string Loop::describe(const Active& a) {
-    const Transfer& t = *a.transfer;
-    return std::string(t.op_ == Op::kRead ? "READ from" : "WRITE to") + " peer '" + t.peer_->name_ +
-           "' (transfer " + std::to_string(t.id_) + ")";
-}
-
-/// No byte of the transfer can move any more: its memory and its peer are free of it.
-void Loop::let_go(Active& a) {
-    for (const auto& registration : a.uses) {
-        registration->uses_.fetch_sub(1);
+/// Deadlines count only time in which this thread could see what arrived.
+void Loop::excuse_pause() {
+    const TimePoint before = std::exchange(turn_, Clock::now());
+    if (turn_ - before <= kLongestTurn) {
+        return;
     }
-    a.uses.clear();
-    --a.transfer->peer_->unquiet_;
+    for (Active& a : active_) {
+        const auto missed = std::min(turn_ - before, turn_ - a.submitted);
+        a.deadline = a.deadline < TimePoint::max() - missed ? a.deadline + missed : a.deadline;
+    }
 }
 
 /// Give a transfer its end state, once; later calls change nothing.
@@ -184,36 +133,36 @@ void Loop::end(Active& a, State state, const std::string& message,
     if (is_end(t.state())) {
         return;
     }
-    // The counts change first: whoever sees the end state must see them too.
-    num_running_.fetch_sub(1);
-    if (a.running.empty()) {
+    const bool quiet = a.running.empty();
+    // The counts change first: a caller that sees the end state must see them too.
+    shared_->num_running.fetch_sub(1);
+    if (quiet) {
         let_go(a);
     } else {
-        num_quarantined_.fetch_add(1);
+        shared_->num_quarantined.fetch_add(1);
     }
-    {
-        const std::lock_guard lock(t.mutex_);
-        t.stats_.total_ns = ns(Clock::now() - a.submitted);
-        t.message_ = message;
-        t.cause_ = cause;
-        t.state_.store(state, std::memory_order_release);
-        if (a.running.empty()) {
-            t.quiet_.store(true, std::memory_order_release);
-        }
+    t.end(state, message, cause, Clock::now() - a.submitted, quiet);
+    shared_->inbox.report_end(t);
+}
+
+/// Run a step of a transfer. A failure ends the transfer, a lost connection all of the peer's.
+/// @return what the step returned, true after a failure
+template <class Step>
+bool Loop::attempt(Active& a, Step step) {
+    try {
+        return step();
+    } catch (const ConnectionLost& e) {
+        lose(*a.link, PeerState::kLost, e.what(), e);
+    } catch (const NativeError& e) {
+        end(a, State::kFailed, describe(a) + " failed: " + e.what(), e);
+    } catch (const std::exception& e) {
+        end(a, State::kFailed, describe(a) + " failed: " + e.what());
     }
-    t.changed_.notify_all();
-    if (t.watched_.load()) {
-        const std::lock_guard lock(inbox_mutex_);
-        if (t.watched_.exchange(false)) {
-            completed_.push_back(t.id_);
-            completion_.set();
-        }
-    }
-    announce();
+    return true;
 }
 
 void Loop::cut_rows(Active& a) const {
-    const std::uint64_t limit = options_.batch_bytes;
+    const std::uint64_t limit = shared_->options.batch_bytes;
     const auto too_long = [limit](const Row& row) { return row.length > limit; };
     if (std::none_of(a.local.begin(), a.local.end(), too_long)) {
         return;
@@ -234,7 +183,7 @@ void Loop::cut_rows(Active& a) const {
 void Loop::make_rows(Active& a) {
     const TimePoint begin = Clock::now();
     if (a.source) {
-        // Rows of an earlier transfer: their pages are there, new ones would have to be made first.
+        // Vectors of an earlier transfer, whose pages the kernel has mapped already.
         a.local.swap(spare_local_);
         a.remote.swap(spare_remote_);
         a.source->expand(a.local, a.remote);
@@ -247,18 +196,18 @@ void Loop::make_rows(Active& a) {
         cut_rows(a);
     }
     a.expanded = true;
-    Transfer& t = *a.transfer;
-    const std::lock_guard lock(t.mutex_);
-    t.stats_.expand_ns = ns(Clock::now() - begin);
-    t.stats_.bytes = a.bytes;
-    t.stats_.descriptors = a.prepared != nullptr ? a.local_indices.size() : a.local.size();
-    t.stats_.prepared = a.prepared != nullptr;
-    t.state_.store(State::kRunning, std::memory_order_release);
+    a.transfer->update([&](TransferStats& stats) {
+        stats.expand_ns = ns(Clock::now() - begin);
+        stats.bytes = a.bytes;
+        stats.descriptors = a.size();
+        stats.prepared = a.prepared != nullptr;
+    });
+    a.transfer->start();
 }
 
-/// Decide between rows and prepared rows by what they cost here. Indices name rows before merging,
-/// so that there may be far more of them; each is cheaper. Preparing costs once per row of the
-/// pool, so it is done when not having done it has cost as much.
+/// Choose between rows and prepared rows by their measured costs. Indices name rows before merging,
+/// so there may be far more of them, but each is cheaper. A pool is prepared once the accumulated
+/// saving exceeds the cost of preparing it: a ski-rental rule.
 void Loop::choose_lists(Active& a) {
     const auto pool = a.source ? a.source->pool() : nullptr;
     if (!pool || a.local.empty()) {
@@ -270,11 +219,10 @@ void Loop::choose_lists(Active& a) {
     if (!num_indices || saved_ns <= 0) {
         return;
     }
-    Peer& peer = *a.transfer->peer_;
-    if (!peer.lists_.contains(pool)) {
-        std::erase_if(peer.lists_, [](const auto& entry) { return entry.first.expired(); });
+    if (!a.link->lists.contains(pool)) {
+        std::erase_if(a.link->lists, [](const auto& entry) { return entry.first.expired(); });
     }
-    Peer::Lists& lists = peer.lists_[pool];
+    Link::Lists& lists = a.link->lists[pool];
     if (!lists.prepared) {
         lists.regret_ns += saved_ns;
         const auto pool_size = static_cast<double>(a.source->pool_size());
@@ -286,7 +234,7 @@ void Loop::choose_lists(Active& a) {
         a.source->pool_rows(local, remote);
         const TimePoint begin = Clock::now();
         lists.prepared =
-            driver_->prepare(*peer.native_, {local, remote, a.local_memory, a.remote_memory});
+            driver_->prepare(*a.link->connection, {local, remote, a.local_memory, a.remote_memory});
         Costs::learn(costs_.prepare_ns, Clock::now() - begin, local.size() + remote.size());
         if (!lists.prepared) {
             lists.regret_ns = 0;
@@ -299,25 +247,15 @@ void Loop::choose_lists(Active& a) {
     a.remote.clear();
 }
 
-/// Ask every native request of a transfer whether it has ended.
 bool Loop::poll_running(Active& a) {
     bool busy = false;
     for (std::size_t i = 0; i < a.running.size();) {
-        bool ended = false;
         std::uint64_t arrived = 0;
-        try {
-            ended = a.running[i].operation->poll();
-            arrived = ended ? a.running[i].bytes : 0;
-        } catch (const ConnectionLost& e) {
-            ended = true;
-            lose(*a.transfer->peer_, PeerState::kLost, e.what(), e);
-        } catch (const NativeError& e) {
-            ended = true;
-            end(a, State::kFailed, describe(a) + " failed: " + e.what(), e);
-        } catch (const std::exception& e) {
-            ended = true;
-            end(a, State::kFailed, describe(a) + " failed: " + e.what(), {});
-        }
+        const bool ended = attempt(a, [&] {
+            const bool done = a.running[i].xfer->poll();
+            arrived = done ? a.running[i].bytes : 0;
+            return done;
+        });
         if (!ended) {
             ++i;
             continue;
@@ -325,117 +263,109 @@ bool Loop::poll_running(Active& a) {
         busy = true;
         a.running[i] = std::move(a.running.back());
         a.running.pop_back();
-        --num_operations_;
-        const std::lock_guard lock(a.transfer->mutex_);
-        a.transfer->stats_.bytes_done += arrived;
+        --num_xfers_;
+        a.transfer->update([&](TransferStats& stats) { stats.bytes_done += arrived; });
     }
     return busy;
 }
 
 /// Hand at most one batch to the library, so that transfers take turns.
 bool Loop::start_batch(Active& a) {
-    const std::size_t size = a.prepared != nullptr ? a.local_indices.size() : a.local.size();
-    if (a.next >= size || num_operations_ >= options_.window) {
+    const AgentOptions& options = shared_->options;
+    const std::size_t size = a.size();
+    if (a.next >= size || num_xfers_ >= options.window) {
         return false;
     }
     std::size_t count = 0;
     std::uint64_t bytes = 0;
     if (a.prepared != nullptr) {
         const std::uint64_t mean = std::max<std::uint64_t>(a.bytes / size, 1);
-        count = std::clamp<std::size_t>(options_.batch_bytes / mean, 1, options_.batch_rows);
+        count = std::clamp<std::size_t>(options.batch_bytes / mean, 1, options.batch_rows);
         count = std::min(count, size - a.next);
         // The mean is exact in sum: the last batch takes what the others left.
         bytes = a.next + count == size ? a.bytes - mean * a.next : mean * count;
     } else {
-        while (a.next + count < size && count < options_.batch_rows &&
-               (count == 0 || bytes + a.local[a.next + count].length <= options_.batch_bytes)) {
+        while (a.next + count < size && count < options.batch_rows &&
+               (count == 0 || bytes + a.local[a.next + count].length <= options.batch_bytes)) {
             bytes += a.local[a.next + count++].length;
         }
     }
     const TimePoint begin = Clock::now();
-    auto operation = make_operation(a, count);
+    auto xfer = make_xfer(a, count);
     const TimePoint made = Clock::now();
-    operation->post();
+    xfer->post();
     const TimePoint posted = Clock::now();
     Costs::learn(a.prepared != nullptr ? costs_.index_ns : costs_.row_ns, made - begin, count);
-    a.running.push_back({std::move(operation), bytes});
-    ++num_operations_;
+    a.running.push_back({std::move(xfer), bytes});
+    ++num_xfers_;
     a.next += count;
-    const std::lock_guard lock(a.transfer->mutex_);
-    a.transfer->stats_.make_ns += ns(made - begin);
-    a.transfer->stats_.post_ns += ns(posted - made);
-    ++a.transfer->stats_.batches;
+    a.transfer->update([&](TransferStats& stats) {
+        stats.make_ns += ns(made - begin);
+        stats.post_ns += ns(posted - made);
+        ++stats.batches;
+    });
     return true;
 }
 
-std::unique_ptr<Operation> Loop::make_operation(Active& a, std::size_t count) const {
-    Connection& connection = *a.transfer->peer_->native_;
+std::unique_ptr<NativeXfer> Loop::make_xfer(Active& a, std::size_t count) const {
+    Connection& connection = *a.link->connection;
+    const Op op = a.transfer->op();
     const auto part = [&](const auto& whole) { return std::span(whole).subspan(a.next, count); };
     if (a.prepared != nullptr) {
-        return driver_->make(connection, a.transfer->op_, *a.prepared,
+        return driver_->make(connection, op, *a.prepared,
                              {part(a.local_indices), part(a.remote_indices)});
     }
-    return driver_->make(connection, a.transfer->op_,
+    return driver_->make(connection, op,
                          {part(a.local), part(a.remote), a.local_memory, a.remote_memory});
 }
 
 bool Loop::advance(Active& a) {
     const Transfer& t = *a.transfer;
-    bool busy = poll_running(a);
+    const bool polled = poll_running(a);
     if (is_end(t.state())) {
-        return busy;
+        return polled;
     }
-    if (t.cancel_.load()) {
-        end(a, State::kCancelled, describe(a) + " was cancelled by its owner", {});
+    if (t.is_cancelled()) {
+        end(a, State::kCancelled, describe(a) + " was cancelled by its owner");
         return true;
     }
-    if (t.peer_->state() != PeerState::kConnected) {
-        const bool lost = t.peer_->state() == PeerState::kLost;
-        end(a, lost ? State::kPeerLost : State::kCancelled,
-            describe(a) + (lost ? " failed: the peer is lost: " + t.peer_->reason()
-                                : " was cancelled: the peer was disconnected"),
-            {});
+    const Peer& peer = *t.peer();
+    if (peer.state() == PeerState::kLost) {
+        end(a, State::kPeerLost, describe(a) + " failed: the peer is lost: " + peer.reason());
         return true;
     }
-    if (Clock::now() >= a.deadline) {
-        const std::uint64_t done = t.stats().bytes_done;
-        end(a, State::kTimedOut,
-            describe(a) + " did not end within " + seconds_text(a.timeout) + ": " +
-                bytes_text(done) + " of " + bytes_text(t.stats().bytes) + " are known to have " +
-                "arrived" +
-                (a.running.empty() ? ""
-                                   : "; its buffers stay quarantined until the library reports the "
-                                     "rest as ended"),
-            {});
+    if (!peer.is_connected()) {
+        end(a, State::kCancelled, describe(a) + " was cancelled: the peer was disconnected");
         return true;
     }
-    try {
-        if (!a.expanded) {
-            make_rows(a);
+    if (turn_ >= a.deadline && !a.is_moved()) {
+        const TransferStats stats = t.stats();
+        std::string message = describe(a) + " did not end within " + seconds_text(a.timeout) +
+                              ": " + bytes_text(stats.bytes_done) + " of " +
+                              bytes_text(stats.bytes) + " are known to have arrived";
+        if (!a.running.empty()) {
+            message += "; its buffers stay quarantined until the library reports the rest as ended";
         }
-        busy |= start_batch(a);
-        const std::size_t size = a.prepared != nullptr ? a.local_indices.size() : a.local.size();
-        if (a.next >= size && a.running.empty()) {
-            if (a.notify) {
-                tell(*t.peer_, *a.notify);
-            }
-            end(a, State::kDone, {}, {});
-            busy = true;
-        }
-    } catch (const ConnectionLost& e) {
-        lose(*t.peer_, PeerState::kLost, e.what(), e);
-        busy = true;
-    } catch (const NativeError& e) {
-        end(a, State::kFailed, describe(a) + " failed: " + e.what(), e);
-        busy = true;
-    } catch (const std::exception& e) {
-        end(a, State::kFailed, describe(a) + " failed: " + e.what(), {});
-        busy = true;
+        end(a, State::kTimedOut, message);
+        return true;
     }
-    return busy;
+    return polled | attempt(a, [&] {
+               if (!a.expanded) {
+                   make_rows(a);
+               }
+               const bool started = start_batch(a);
+               if (!a.is_moved()) {
+                   return started;
+               }
+               if (a.notify) {
+                   tell(*a.link, *a.notify);
+               }
+               end(a, State::kDone, {});
+               return true;
+           });
 }
 
-/// Let go of what has become quiet: transfers first, then the connections that wait for them.
+/// Release what has become quiet: transfers first, then the connections that wait for them.
 void Loop::settle() {
     std::erase_if(active_, [this](Active& a) {
         Transfer& t = *a.transfer;
@@ -444,13 +374,9 @@ void Loop::settle() {
         }
         if (!t.is_quiet()) {
             let_go(a);
-            num_quarantined_.fetch_sub(1);
-            {
-                const std::lock_guard lock(t.mutex_);
-                t.quiet_.store(true, std::memory_order_release);
-            }
-            t.changed_.notify_all();
-            announce();
+            shared_->num_quarantined.fetch_sub(1);
+            t.become_quiet();
+            shared_->inbox.announce();
         }
         if (a.local.capacity() > spare_local_.capacity()) {
             a.local.swap(spare_local_);
@@ -458,48 +384,9 @@ void Loop::settle() {
         }
         return true;
     });
-    for (auto& [name, peer] : peers_) {
-        if (peer->native_ && peer->state() != PeerState::kConnected && peer->unquiet_ == 0) {
-            drop(*peer);
-        }
-    }
-}
-
-void Loop::drop(Peer& peer) {
-    peer.lists_.clear();
-    peer.native_.reset();
-}
-
-/// Prepared rows hold on to memory, so they go before it does; they come back when they pay.
-void Loop::forget_lists() {
-    for (auto& [name, peer] : peers_) {
-        std::erase_if(peer->lists_, [this](const auto& entry) {
-            return std::none_of(active_.begin(), active_.end(), [&](const Active& a) {
-                return a.prepared != nullptr && a.prepared == entry.second.prepared.get();
-            });
-        });
-    }
-}
-
-/// The peer is gone: all that runs to it ends now, with one reason.
-void Loop::lose(Peer& peer, PeerState state, const std::string& reason,
-                const std::optional<NativeError>& cause) {
-    if (peer.state() != PeerState::kConnected) {
-        return;
-    }
-    {
-        const std::lock_guard lock(peer.mutex_);
-        peer.reason_ = reason;
-    }
-    peer.state_.store(state);
-    for (Active& a : active_) {
-        if (a.transfer->peer_.get() != &peer) {
-            continue;
-        }
-        if (state == PeerState::kLost) {
-            end(a, State::kPeerLost, describe(a) + " failed: the peer is lost: " + reason, cause);
-        } else {
-            end(a, State::kCancelled, describe(a) + " was cancelled: " + reason, cause);
+    for (auto& [name, link] : links_) {
+        if (link->connection && !link->peer->is_connected() && link->unquiet == 0) {
+            link->drop();
         }
     }
 }
@@ -508,30 +395,21 @@ bool Loop::receive() {
     bool worked = false;
     try {
         worked = driver_->receive(arrivals_);
+    } catch (const Error& e) {
+        shared_->inbox.fail(e);
+        return false;
     } catch (const std::exception& e) {
-        const auto* ours = dynamic_cast<const Error*>(&e);
-        {
-            const std::lock_guard lock(inbox_mutex_);
-            receive_error_ = ours != nullptr ? *ours : Error("StateError", e.what());
-        }
-        announce();
+        shared_->inbox.fail(Error("StateError", e.what()));
         return false;
     }
     if (arrivals_.empty()) {
         return worked;
     }
-    if (doorbell_.take()) {
-        last_ring_ = Clock::now();
+    if (shared_->wake_socket.take()) {
+        last_wake_ = Clock::now();
     }
-    all_ring_ &= Clock::now() - last_ring_ < kRingIsOld;
-    {
-        const std::lock_guard lock(inbox_mutex_);
-        for (Notification& n : arrivals_) {
-            inbox_.push_back(std::move(n));
-        }
-        arrivals_.clear();
-    }
-    announce();
+    all_wake_ &= Clock::now() - last_wake_ < kWakeIsOld;
+    shared_->inbox.deliver(arrivals_);
     return true;
 }
 
@@ -543,7 +421,7 @@ void Loop::pause(bool busy) {
     }
     const auto quiet_for = now - last_activity_;
     Clock::duration nap;
-    if (num_running_.load() > 0) {
+    if (shared_->num_running.load() > 0) {
         if (quiet_for < kSpinWithWork) {
             std::this_thread::yield();
             return;
@@ -552,112 +430,89 @@ void Loop::pause(bool busy) {
     } else if (quiet_for < kSpinWithoutWork) {
         std::this_thread::yield();
         return;
+    } else if (quiet_for < kLinger) {
+        nap = kNapWithWork;
     } else {
-        const bool is_told = all_ring_ || driver_->event_fd() >= 0;
-        nap = quiet_for < kLinger ? Clock::duration(kNapWithWork)
-                                  : Clock::duration(is_told ? options_.rung_poll : options_.poll);
+        const bool is_woken = all_wake_ || driver_->event_fd() >= 0;
+        nap = is_woken ? shared_->options.woken_poll : shared_->options.poll;
     }
     sleep(nap);
 }
 
-/// Sleep until there is something to do, somebody rings, or the time is over.
+/// Sleep until there is work, a peer wakes this agent, or the time is over.
 void Loop::sleep(Clock::duration longest) {
-    if (!driver_->arm()) {
+    if (!driver_->arm() || !shared_->queue.begin_sleep(active_.empty())) {
         return;
     }
-    {
-        const std::lock_guard lock(mutex_);
-        if (!commands_.empty() || !queued_.empty() || (closing_ && active_.empty()) || stop_) {
-            return;
-        }
-        asleep_.store(true);
-    }
     // A descriptor of -1 is never ready.
-    std::array<pollfd, 3> fds{pollfd{woken_.fd(), POLLIN, 0}, pollfd{doorbell_.fd(), POLLIN, 0},
+    std::array<pollfd, 3> fds{pollfd{shared_->queue.fd(), POLLIN, 0},
+                              pollfd{shared_->wake_socket.fd(), POLLIN, 0},
                               pollfd{driver_->event_fd(), POLLIN, 0}};
     const timespec timeout{0, static_cast<long>(std::min(ns(longest), std::int64_t{999'999'999}))};
-    const bool woken = ::ppoll(fds.data(), fds.size(), &timeout, nullptr) > 0;
-    asleep_.store(false);
-    if (!woken) {
+    const bool is_ready = ::ppoll(fds.data(), fds.size(), &timeout, nullptr) > 0;
+    shared_->queue.end_sleep(is_ready && fds[0].revents != 0);
+    if (!is_ready) {
         return;
     }
     last_activity_ = Clock::now();
-    if (fds[0].revents != 0) {
-        woken_.clear();
-    }
-    if (fds[1].revents != 0 && doorbell_.take()) {
-        last_ring_ = last_activity_;
+    if (fds[1].revents != 0 && shared_->wake_socket.take()) {
+        last_wake_ = last_activity_;
     }
 }
 
 /// Give everything back, in the order that libraries demand: connections, memory, agent.
 void Loop::teardown() {
-    for (auto& [name, peer] : peers_) {
-        lose(*peer, PeerState::kDisconnected, "the agent was closed", {});
-        drop(*peer);
+    for (auto& [name, link] : links_) {
+        lose(*link, PeerState::kDisconnected, "the agent was closed");
+        link->drop();
     }
-    {
-        const std::unique_lock lock(memory_mutex_);
-        for (auto& [id, registration] : registrations_) {
-            registration->open_.store(false);
-            registration->native_.reset();
-        }
-        registrations_.clear();
-        memory_.clear();
-    }
+    links_.clear();
+    shared_->registrations.close_all();
+    registered_.clear();
     driver_.reset();
 }
 
-/// Process exit with operations that may still run: keep all that they touch, for ever.
-void Loop::abandon() {
-    struct Kept {
-        std::vector<Active> active;
-        std::unique_ptr<Driver> driver;
-        std::map<std::string, std::shared_ptr<Peer>> peers;
-        std::map<std::uint64_t, std::shared_ptr<Registration>> registrations;
-    };
-    const std::unique_lock lock(memory_mutex_);
-    keep_for_ever<Kept>(std::move(active_), std::move(driver_), std::move(peers_),
-                        std::move(registrations_));
-}
+// ---- registered memory
 
-std::shared_ptr<Registration> Loop::add_registration(
-    const std::shared_ptr<Registration>& registration) {
-    {
-        const std::unique_lock lock(memory_mutex_);
-        memory_.add(registration->id_, registration->spans_);
-    }
+void Loop::add_registration(const std::shared_ptr<Registration>& registration) {
+    shared_->registrations.add(*registration);
     try {
-        registration->native_ = driver_->register_memory(registration->spans_);
+        registered_[registration->id()] = driver_->register_memory(registration->spans());
     } catch (...) {
-        const std::unique_lock lock(memory_mutex_);
-        memory_.remove(registration->id_);
+        registered_.erase(registration->id());
+        shared_->registrations.abort(*registration);
         throw;
     }
-    const std::unique_lock lock(memory_mutex_);
-    registrations_.emplace(registration->id_, registration);
-    return registration;
+    shared_->registrations.enable(registration);
 }
 
 void Loop::remove_registration(Registration& registration) {
-    {
-        const std::unique_lock lock(memory_mutex_);
-        const auto found = registrations_.find(registration.id_);
-        if (found == registrations_.end() || found->second.get() != &registration) {
-            throw Error("ClosedError", "the registration is not one of agent '" + name_ +
-                                           "', or was deregistered before");
-        }
-        if (const std::size_t uses = registration.uses(); uses > 0) {
-            throw Error("RegistrationInUseError",
-                        std::to_string(uses) +
-                            " transfers that are not quiet still use the memory; wait for them");
-        }
-        registration.open_.store(false);
-        memory_.remove(registration.id_);
-        registrations_.erase(found);
-    }
+    shared_->registrations.remove(registration);
     forget_lists();
-    registration.native_.reset();
+    registered_.erase(registration.id());
+}
+
+/// Prepared rows hold on to memory, so they go before it does; they come back when they pay.
+void Loop::forget_lists() {
+    for (auto& [name, link] : links_) {
+        std::erase_if(link->lists, [this](const auto& entry) {
+            return std::none_of(active_.begin(), active_.end(), [&](const Active& a) {
+                return a.prepared != nullptr && a.prepared == entry.second.prepared.get();
+            });
+        });
+    }
+}
+
+// ---- peers
+
+std::shared_ptr<Link> Loop::link_of(const std::shared_ptr<Peer>& peer) const {
+    const auto found = links_.find(peer->name());
+    if (found != links_.end() && found->second->peer == peer) {
+        return found->second;
+    }
+    auto link = std::make_shared<Link>();
+    link->peer = peer;
+    return link;
 }
 
 std::shared_ptr<Peer> Loop::connect(const std::string& name, const std::string& incarnation,
@@ -665,59 +520,95 @@ std::shared_ptr<Peer> Loop::connect(const std::string& name, const std::string& 
     MemoryMap memory;
     memory.add(0, spans);
     std::uint64_t generation = 1;
-    if (const auto it = peers_.find(name); it != peers_.end()) {
-        Peer& old = *it->second;
-        if (old.state() == PeerState::kConnected && old.incarnation_ == incarnation) {
+    if (const auto found = links_.find(name); found != links_.end()) {
+        Link& old = *found->second;
+        if (old.peer->is_connected() && old.peer->incarnation() == incarnation) {
             forget_lists();
-            driver_->refresh(*old.native_, metadata);
-            const std::lock_guard lock(old.mutex_);
-            old.memory_ = std::move(memory);
-            return it->second;
+            driver_->refresh(*old.connection, metadata);
+            old.peer->set_memory(std::move(memory));
+            return old.peer;
         }
-        if (old.state() == PeerState::kConnected) {
-            if (driver_->is_alive(*old.native_)) {
+        if (old.peer->is_connected()) {
+            if (driver_->is_alive(*old.connection)) {
                 throw Error("DuplicatePeerError",
                             "another live agent named '" + name +
                                 "' is connected; agent names must be unique, or disconnect() the "
                                 "other one first");
             }
-            lose(old, PeerState::kLost, "its connection was found dead when a successor connected",
-                 {});
+            lose(old, PeerState::kLost, "its connection was found dead when a successor connected");
         }
         settle();
-        if (old.native_) {
-            throw Error("StateError", std::to_string(old.unquiet_) +
+        if (old.connection) {
+            throw Error("StateError", std::to_string(old.unquiet) +
                                           " transfers to the previous generation of peer '" + name +
                                           "' are not quiet yet; connect again when they are");
         }
-        generation = old.generation_ + 1;
+        generation = old.peer->generation() + 1;
     }
-    auto peer = std::make_shared<Peer>(name, incarnation, generation);
-    peer->native_ = driver_->connect(name, metadata);
-    peer->memory_ = std::move(memory);
-    peers_[name] = peer;
-    all_ring_ &= doorbell_.ring(incarnation);
-    return peer;
+    auto link = std::make_shared<Link>();
+    link->peer = std::make_shared<Peer>(name, incarnation, generation, std::move(memory));
+    link->connection = driver_->connect(name, metadata);
+    links_[name] = link;
+    all_wake_ &= shared_->wake_socket.wake_peer(incarnation);
+    return link->peer;
 }
 
-/// Send a notification and ring: before, so that the receiver can tell announced ones, and after,
-/// so that it is awake when there is something to find.
-void Loop::tell(Peer& peer, const std::string& message) {
-    (void)doorbell_.ring(peer.incarnation_);
-    driver_->notify(*peer.native_, message);
-    (void)doorbell_.ring(peer.incarnation_);
+bool Loop::is_alive(const Peer& peer) {
+    if (!peer.is_connected()) {
+        return false;
+    }
+    Link& link = connected(peer);
+    if (!driver_->is_alive(*link.connection)) {
+        lose(link, PeerState::kLost, "the connection is dead");
+        return false;
+    }
+    return true;
 }
 
-void Loop::notify(Peer& peer, const std::string& message) {
-    if (peer.state() != PeerState::kConnected) {
+void Loop::disconnect(const Peer& peer) {
+    if (peer.is_connected()) {
+        lose(connected(peer), PeerState::kDisconnected, "the peer was disconnected");
+    }
+}
+
+void Loop::notify(const Peer& peer, const std::string& message) {
+    if (!peer.is_connected()) {
         throw Error("PeerLostError",
-                    "peer '" + peer.name_ + "' is not connected: " + peer.reason());
+                    "peer '" + peer.name() + "' is not connected: " + peer.reason());
     }
+    Link& link = connected(peer);
     try {
-        tell(peer, message);
+        tell(link, message);
     } catch (const ConnectionLost& e) {
-        lose(peer, PeerState::kLost, e.what(), e);
+        lose(link, PeerState::kLost, e.what(), e);
         throw;
+    }
+}
+
+/// Send a notification between two wake-ups. By the first the receiver knows that this sender can
+/// wake it; by the second it is awake when the notification is there.
+void Loop::tell(Link& link, const std::string& message) {
+    (void)shared_->wake_socket.wake_peer(link.peer->incarnation());
+    driver_->notify(*link.connection, message);
+    (void)shared_->wake_socket.wake_peer(link.peer->incarnation());
+}
+
+/// End a connection, and all its transfers with one reason.
+void Loop::lose(Link& link, PeerState state, const std::string& reason,
+                const std::optional<NativeError>& cause) {
+    if (!link.peer->is_connected()) {
+        return;
+    }
+    link.peer->set_state(state, reason);
+    for (Active& a : active_) {
+        if (a.link.get() != &link) {
+            continue;
+        }
+        if (state == PeerState::kLost) {
+            end(a, State::kPeerLost, describe(a) + " failed: the peer is lost: " + reason, cause);
+        } else {
+            end(a, State::kCancelled, describe(a) + " was cancelled: " + reason, cause);
+        }
     }
 }
 

@@ -1,9 +1,10 @@
 /// @file
-/// Vocabulary of the transfer room: what is moved, how it can end, what peers say.
+/// Types that the whole module shares.
 #pragma once
 
 #include <chrono>
 #include <cstdint>
+#include <cstdio>
 #include <string>
 
 #include "base/row.hpp"
@@ -15,6 +16,12 @@ using TimePoint = Clock::time_point;
 
 [[nodiscard]] inline std::int64_t ns(Clock::duration d) {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(d).count();
+}
+
+[[nodiscard]] inline std::string seconds_text(Clock::duration d) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%.3g s", std::chrono::duration<double>(d).count());
+    return text;
 }
 
 /// Direction, seen from the side that posts.
@@ -38,7 +45,7 @@ enum class State : int {
     return state >= State::kDone;
 }
 
-/// An exact byte string that a peer sent.
+/// A message from a peer, byte for byte.
 struct Notification {
     std::string peer;
     std::string message;

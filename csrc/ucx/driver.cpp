@@ -76,7 +76,7 @@ class UcxRegistered final : public transfer::Registered {
     std::vector<Row> rows_;
 };
 
-class UcxOperation final : public transfer::Operation {
+class UcxOperation final : public transfer::NativeXfer {
   public:
     UcxOperation(const UcxConnection& connection, const LocalRegions& local_regions, Op op,
                  const transfer::RowPairs& rows)
@@ -304,9 +304,9 @@ bool UcxDriver::is_alive(transfer::Connection& connection) {
     return !peer.endpoint->failure();
 }
 
-std::unique_ptr<transfer::Operation> UcxDriver::make(transfer::Connection& connection,
-                                                     transfer::Op op,
-                                                     const transfer::RowPairs& rows) {
+std::unique_ptr<transfer::NativeXfer> UcxDriver::make(transfer::Connection& connection,
+                                                      transfer::Op op,
+                                                      const transfer::RowPairs& rows) {
     auto& peer = static_cast<UcxConnection&>(connection);
     if (is_served(peer, rows)) {
         return std::make_unique<ServedOperation>(served_, peer, *regions_, op, rows);

@@ -1,5 +1,5 @@
 /// @file
-/// The transfer engine's view of UCX.
+/// The transfer agent's view of UCX.
 #pragma once
 
 #include <memory>
@@ -34,8 +34,8 @@ class UcxDriver final : public transfer::Driver {
     void refresh(transfer::Connection& connection, std::string_view metadata) override;
     bool is_alive(transfer::Connection& connection) override;
     using transfer::Driver::make;
-    std::unique_ptr<transfer::Operation> make(transfer::Connection& connection, transfer::Op op,
-                                              const transfer::RowPairs& rows) override;
+    std::unique_ptr<transfer::NativeXfer> make(transfer::Connection& connection, transfer::Op op,
+                                               const transfer::RowPairs& rows) override;
     void notify(transfer::Connection& connection, const std::string& message) override;
     bool receive(std::vector<transfer::Notification>& into) override;
     int event_fd() override { return worker_->event_fd(); }

@@ -70,7 +70,7 @@ class ServedOperations {
 };
 
 /// An operation on host memory at both ends.
-class ServedOperation final : public transfer::Operation {
+class ServedOperation final : public transfer::NativeXfer {
   public:
     /// @throws Error NotRegisteredError
     ServedOperation(std::shared_ptr<ServedOperations> all, UcxConnection& connection,

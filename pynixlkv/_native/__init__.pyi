@@ -4,9 +4,9 @@ import typing
 
 import typing_extensions
 
-from . import nixl, transfer, ucx
+from . import kv, nixl, transfer, ucx
 
-__all__: list[str] = ["Buffer", "live_counts", "nixl", "transfer", "ucx"]
+__all__: list[str] = ["Buffer", "kv", "live_counts", "nixl", "transfer", "ucx"]
 
 class Buffer:
     def __init__(self: typing_extensions.Buffer, source: typing.Any) -> None: ...

@@ -6,22 +6,22 @@ import typing
 import numpy
 import numpy.typing
 
+import pynixlkv._native.kv
 import pynixlkv._native.nixl
 import pynixlkv._native.ucx
 
 __all__: list[str] = [
-    "Engine",
+    "Agent",
     "FakeNetwork",
     "Peer",
-    "Plan",
     "Registration",
     "Transfer",
-    "fake_engine",
-    "nixl_engine",
-    "ucx_engine",
+    "fake_agent",
+    "nixl_agent",
+    "ucx_agent",
 ]
 
-class Engine:
+class Agent:
     def cancel(self, arg0: Transfer) -> None: ...
     def check_registered(
         self, arg0: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64]
@@ -46,22 +46,20 @@ class Engine:
         arg1: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
     ) -> Registration: ...
     def stop(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
-    def submit_plan(
-        self,
-        op: typing.SupportsInt | typing.SupportsIndex,
-        peer: Peer,
-        plan: Plan,
-        ids: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
-        headers: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
-        notify: bytes | None,
-        timeout: typing.SupportsFloat | typing.SupportsIndex,
-    ) -> Transfer: ...
-    def submit_rows(
+    def submit_descriptors(
         self,
         op: typing.SupportsInt | typing.SupportsIndex,
         peer: Peer,
         local: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
         remote: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
+        notify: bytes | None,
+        timeout: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> Transfer: ...
+    def submit_plan(
+        self,
+        op: typing.SupportsInt | typing.SupportsIndex,
+        peer: Peer,
+        tables: pynixlkv._native.kv.BlockTables,
         notify: bytes | None,
         timeout: typing.SupportsFloat | typing.SupportsIndex,
     ) -> Transfer: ...
@@ -106,9 +104,6 @@ class Peer:
     @property
     def state(self) -> int: ...
 
-class Plan:
-    def __init__(self, arg0: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64]) -> None: ...
-
 class Registration:
     @property
     def is_open(self) -> bool: ...
@@ -132,16 +127,15 @@ class Transfer:
     @property
     def stats(self) -> dict: ...
 
-def fake_engine(arg0: str, arg1: bytes, arg2: FakeNetwork) -> Engine: ...
-def nixl_engine(
+def fake_agent(arg0: str, arg1: bytes, arg2: FakeNetwork) -> Agent: ...
+def nixl_agent(
     name: str,
     incarnation: bytes,
     library: pynixlkv._native.nixl.Library,
     backend: str,
     backend_params: collections.abc.Mapping[str, str],
-    progress_thread: bool,
     progress_delay_us: typing.SupportsInt | typing.SupportsIndex,
-) -> Engine: ...
-def ucx_engine(
+) -> Agent: ...
+def ucx_agent(
     name: str, incarnation: bytes, context: pynixlkv._native.ucx.Context, error_handling: bool
-) -> Engine: ...
+) -> Agent: ...

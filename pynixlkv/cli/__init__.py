@@ -1,4 +1,4 @@
-"""The command line: ``pynixlkv info`` and ``pynixlkv demo``."""
+"""The command line: ``pynixlkv info``, ``pynixlkv demo`` and ``pynixlkv bench``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ __all__ = ["main"]
 def main() -> None:
     """Run the command line and exit with its status.
 
-    Notes
-    -----
     Status 0 is success, 1 a failure or a difference, 2 a wrong option or a missing package, 130 an
     interrupt from the keyboard.
     """

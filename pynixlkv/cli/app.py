@@ -1,4 +1,4 @@
-"""The commands and their options; what they do is in `demo`, `bench` and `native_report`."""
+"""The commands and their options; `demo`, `bench` and `native_report` implement them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pynixlkv.cli.bench.cases import TRANSPORTS
 from pynixlkv.cli.bench.cases import Fault as BenchFault
-from pynixlkv.cli.messages import Fault, Side
 from pynixlkv.cli.models import MODELS
+from pynixlkv.cli.rank import Fault, Role
 from pynixlkv.cli.render import bench_table, bench_verdict, demo_table, info_table, verdict
 from pynixlkv.errors import PynixlkvError
 
@@ -36,8 +36,8 @@ app = typer.Typer(
 )
 
 
-class Engine(str, Enum):
-    """What moves the bytes."""
+class TransferBackend(str, Enum):
+    """The library that moves the bytes."""
 
     nixl = "nixl"
     ucx = "ucx"
@@ -58,7 +58,7 @@ def _exit_on_terminate(_signum: int, _frame: FrameType | None) -> NoReturn:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Show on a terminal what is being done, and how much of how much is."""
+    """Show a progress bar on a terminal."""
     stderr = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
@@ -92,7 +92,9 @@ def demo(
         int | None,
         typer.Option(min=1, help="Blocks to move each way.", show_default="what fits the memory"),
     ] = None,
-    engine: Annotated[Engine, typer.Option(help="What moves the bytes.")] = Engine.nixl,
+    transfer_backend: Annotated[
+        TransferBackend, typer.Option(help="The library that moves the bytes.")
+    ] = TransferBackend.nixl,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds until giving up.")] = 300.0,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Repeat a run.", show_default="random")
@@ -107,16 +109,16 @@ def demo(
     """
     from pynixlkv.cli.demo import DemoOptions, run_demo
 
-    chosen: dict[Side, str | None] = {
+    chosen: dict[Role, str | None] = {
         "prefill": prefill_axes or axes,
         "decode": decode_axes or axes,
     }
     options = DemoOptions(
         model=model,
-        axes={side: text for side, text in chosen.items() if text is not None},
+        axes={role: text for role, text in chosen.items() if text is not None},
         sizes={"prefill": prefill_tp, "decode": decode_tp},
         blocks=blocks,
-        engine=engine.value,
+        transfer_backend=transfer_backend.value,
         timeout_s=timeout,
         seed=seed,
         fault=fault,

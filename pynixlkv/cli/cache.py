@@ -1,18 +1,20 @@
-"""A rank's KV cache in numpy arrays, and what must be in it.
+"""A rank's KV cache in numpy arrays, and its expected contents.
 
-What a block holds is a function of where its elements belong in the model (layer, K or V, head,
-token, element) and of the request, so each process can compute what it must find without knowing
-how the bytes travelled. Nothing here uses plans: places are found by indexing arrays.
+Contents are a function of an element's place in the model (layer, K or V, head, token, element) and
+of the request, so each process computes them without knowing how the bytes travelled. Nothing here
+uses plans: places are found by indexing arrays.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pynixlkv.errors import LayoutError
+from pynixlkv.testing.contents import random_bytes
 from pynixlkv.topology import held_heads
 
 if TYPE_CHECKING:
@@ -29,25 +31,7 @@ _CANONICAL = "BKHND"
 
 
 def dimension_letters(axes: str, model: Model) -> str:
-    """Return the letter of each dimension of a model's tensors.
-
-    Parameters
-    ----------
-    axes : str
-        Letters out of ``LKBHNDC`` in the order of the dimensions, or ``HND``, ``NHD``, ``MLA``.
-    model : Model
-        The model; a latent has neither ``K`` nor ``H`` nor ``C``.
-
-    Returns
-    -------
-    str
-        The letters.
-
-    Raises
-    ------
-    LayoutError
-        If the letters do not name each axis of the model once.
-    """
+    """Return the letter of each dimension of a model's tensors; ``HND`` becomes ``KBHND``."""
     letters = _NAMED_AXES.get(axes, axes)
     needed = [set("BND")] if model.kv_heads is None else [set("KBHND"), set("BHNC")]
     if len(set(letters)) != len(letters) or set(letters) - {"L"} not in needed:
@@ -60,46 +44,21 @@ def dimension_letters(axes: str, model: Model) -> str:
 
 
 class Contents:
-    """What the blocks of one request, or of an unused pool, hold in every layer and head.
+    """The contents of the blocks of one request, or of an unused pool, in every layer and head.
 
     Each page (the tokens of a block in one head of K or V of one layer) is one random page
     combined with a random key of its own, so no two pages agree and no two places of a page do.
-
-    Parameters
-    ----------
-    seed : sequence of int
-        Equal seeds give equal contents in every process.
-    model : Model
-        Geometry.
-    num_blocks : int
-        Blocks of the request.
     """
 
     def __init__(self, seed: Sequence[int], model: Model, num_blocks: int) -> None:
-        rng = np.random.default_rng(list(seed))
         self._model = model
-        words = model.page_elems * 2 // 8
-        self._page = rng.integers(0, 2**64, words, dtype=np.uint64)
         shape = (model.layers, num_blocks, model.num_kv, model.kv_heads or 1)
-        self._keys = rng.integers(0, 2**64, shape, dtype=np.uint64)
+        page_words = model.page_elems * 2 // 8
+        words = random_bytes((page_words + math.prod(shape)) * 8, seed).view(np.uint64)
+        self._page, self._keys = words[:page_words], words[page_words:].reshape(shape)
 
     def pages(self, layer: int, heads: range, blocks: NDArray[np.intp]) -> NDArray[np.uint16]:
-        """Return the elements of some blocks in one layer.
-
-        Parameters
-        ----------
-        layer : int
-            Global layer.
-        heads : range
-            Global heads.
-        blocks : ndarray of intp, shape (n,)
-            Which blocks of the request.
-
-        Returns
-        -------
-        ndarray of uint16, shape (n, kv, heads, tokens, dim)
-            Bits of the bfloat16 elements.
-        """
+        """Return some blocks in one layer, as (block, kv, head, token, dim) of bfloat16 bits."""
         keys = self._keys[layer, blocks, :, heads.start : heads.stop]
         words: NDArray[np.uint64] = self._page ^ keys[..., np.newaxis]
         elems = (self._model.block_size, self._model.dim)
@@ -108,17 +67,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which blocks of which contents are in which blocks of the pool.
-
-    Parameters
-    ----------
-    contents : Contents
-        What is there.
-    numbers : ndarray of intp, shape (n,)
-        Blocks of the contents.
-    blocks : ndarray of intp, shape (n,)
-        Physical blocks that hold them.
-    """
+    """Blocks of contents, by their numbers, and the physical blocks of the pool that hold them."""
 
     contents: Contents
     numbers: NDArray[np.intp]
@@ -126,19 +75,7 @@ class Placement:
 
 
 class RankCache:
-    """The tensors of one rank: one for each layer, or one in all if its axes have an ``L``.
-
-    Parameters
-    ----------
-    model : Model
-        Geometry.
-    axes : str
-        See `dimension_letters`.
-    rank, size : int
-        Tensor-parallel rank and size of its group.
-    num_blocks : int
-        Blocks of the pool.
-    """
+    """The tensors of one rank: one for each layer, or one in all if its axes have an ``L``."""
 
     def __init__(self, model: Model, axes: str, rank: int, size: int, num_blocks: int) -> None:
         self.letters = dimension_letters(axes, model)
@@ -164,18 +101,7 @@ class RankCache:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def layer(self, layer: int) -> NDArray[np.uint16]:
-        """Return one layer, without copying.
-
-        Parameters
-        ----------
-        layer : int
-            Global layer.
-
-        Returns
-        -------
-        ndarray of uint16, shape (blocks, kv, heads, tokens, dim)
-            A writable view.
-        """
+        """Return a writable view of one layer, as (block, kv, head, token, dim)."""
         letters = self.letters
         if "L" in letters:
             view = np.moveaxis(self.tensors[0], letters.index("L"), 0)[layer]
@@ -192,35 +118,12 @@ class RankCache:
         return np.expand_dims(view, missing)
 
     def fill(self, layer: int, placement: Placement) -> None:
-        """Put contents into one layer.
-
-        Parameters
-        ----------
-        layer : int
-            Global layer.
-        placement : Placement
-            What to put where.
-        """
+        """Write contents into one layer."""
         pages = placement.contents.pages(layer, self._heads, placement.numbers)
         self.layer(layer)[placement.blocks] = pages
 
     def compare(self, layer: int, placement: Placement) -> tuple[int, str]:
-        """Compare one layer of some blocks with what must be there.
-
-        Parameters
-        ----------
-        layer : int
-            Global layer.
-        placement : Placement
-            What must be where.
-
-        Returns
-        -------
-        wrong_bytes : int
-            Bytes that differ.
-        difference : str
-            Where the first one is, and what is there; empty if there is none.
-        """
+        """Return how many bytes of some blocks in one layer differ, and describe the first."""
         expected = placement.contents.pages(layer, self._heads, placement.numbers)
         found = self.layer(layer)[placement.blocks]
         if np.array_equal(found, expected):

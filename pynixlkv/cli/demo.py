@@ -12,41 +12,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pynixlkv.cli.cache import dimension_letters
-from pynixlkv.cli.group import ProcessGroup
-from pynixlkv.cli.messages import (
-    Await,
-    Check,
-    Checked,
-    Connect,
-    Connected,
-    Fault,
-    Finish,
-    Finished,
-    Move,
-    Moved,
-    Notified,
-    Operation,
-    RankSpec,
-    Ready,
-    Side,
-    Tables,
-    decode,
-)
 from pynixlkv.cli.models import Model, find_model
-from pynixlkv.cli.rank import load_engine
+from pynixlkv.cli.rank import Checked, DemoRank, Fault, Operation, RankSpec, Role, Tables
 from pynixlkv.errors import ConfigError
+from pynixlkv.testing.process import ProcessGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 __all__ = ["DemoOptions", "DemoReport", "OperationReport", "run_demo"]
 
-_SIDES: tuple[Side, Side] = ("prefill", "decode")
-# By default each side's pool is at most this large, and both together at most this share of what
-# is free.
-_SIDE_BYTES = 1 << 30
+_ROLES: tuple[Role, Role] = ("prefill", "decode")
+# The default size of a pool: bytes of each role, and share of the free memory that both may take.
+_ROLE_BYTES = 1 << 30
 _FREE_SHARE = 0.15
-# Asked for explicitly, the pools may take this share.
+# The share that they may take if the number of blocks is given.
 _MAX_FREE_SHARE = 0.8
 # Longest run of adjacent blocks in a table: pools of busy engines are scattered, not shuffled.
 _LONGEST_RUN = 8
@@ -57,33 +37,17 @@ _UCX_ROW = re.compile(r"\| +(\d+) \| +\S+ \| (.*?) +\| (.*?) +\|$")
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What to move between whom.
+    """What to move between which ranks; `blocks` each way, by default as many as fit the memory.
 
-    Parameters
-    ----------
-    model : str
-        Name of a geometry in `pynixlkv.cli.models`.
-    axes : dict of str to str
-        Order of the dimensions of each side's tensors; missing ones are the model's own.
-    sizes : dict of str to int
-        Tensor-parallel size of each side.
-    blocks : int, optional
-        Blocks to move each way, at least 1; by default as many as fit the machine.
-    engine : str
-        ``"nixl"`` or ``"ucx"``.
-    timeout_s : float
-        Seconds after which everything is given up.
-    seed : int, optional
-        Seed of all contents and block tables; random by default.
-    fault : str, optional
-        What to spoil on purpose in decode rank 0, to see that it is noticed.
+    `axes` has the order of the dimensions of each role's tensors, by default the model's own.
+    `fault` is injected into decode rank 0.
     """
 
     model: str
-    axes: dict[Side, str]
-    sizes: dict[Side, int]
+    axes: dict[Role, str]
+    sizes: dict[Role, int]
     blocks: int | None = None
-    engine: str = "nixl"
+    transfer_backend: str = "nixl"
     timeout_s: float = 300.0
     seed: int | None = None
     fault: Fault | None = None
@@ -108,41 +72,20 @@ class OperationReport:
 
 @dataclass(frozen=True)
 class DemoReport:
-    """What happened, for people and programs.
+    """The results, with the first difference of each rank; `seed` repeats the run.
 
-    Parameters
-    ----------
-    model, engine : str
-        Names.
-    seed : int
-        Repeats the run when given as an option.
-    axes, sizes : dict
-        Each side's dimension order and tensor-parallel size.
-    block_tokens, blocks, pool_blocks : int
-        Tokens in a block, blocks moved each way, blocks in each pool.
-    cache_bytes : dict of str to int
-        Bytes of each side's pools.
-    operations : list of OperationReport
-        The read and the write.
-    verified_bytes : int
-        Bytes that were moved and found equal, in both directions together.
-    guard_bytes : int
-        Bytes of blocks that nobody was to write, found untouched at the end, on both sides.
-    wrong_bytes : int
-        Bytes that differ, anywhere.
-    differences : list of str
-        The first difference of each rank.
+    Verified bytes were moved and are equal; guard bytes are those of unused blocks, untouched.
     """
 
     model: str
-    engine: str
+    transfer_backend: str
     seed: int
-    axes: dict[Side, str]
-    sizes: dict[Side, int]
+    axes: dict[Role, str]
+    sizes: dict[Role, int]
     block_tokens: int
     blocks: int
     pool_blocks: int
-    cache_bytes: dict[Side, int]
+    cache_bytes: dict[Role, int]
     operations: list[OperationReport] = field(default_factory=list)
     verified_bytes: int = 0
     guard_bytes: int = 0
@@ -151,123 +94,93 @@ class DemoReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every byte that was looked at is right."""
+        """Whether every compared byte is right."""
         return self.wrong_bytes == 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain values.
-
-        Returns
-        -------
-        dict
-            Field names and values, and ``ok``.
-        """
+        """Return the fields and ``ok`` as plain values."""
         return {"ok": self.ok, **asdict(self)}
 
 
 def run_demo(options: DemoOptions, on_progress: Callable[[str, int, int], None]) -> DemoReport:
-    """Run the demo.
+    """Run the demo; `on_progress` is called with a label, and how much of how much is done.
 
-    Parameters
-    ----------
-    options : DemoOptions
-        What to do.
-    on_progress : callable
-        Called with what is being done, and how much of how much of it is.
-
-    Returns
-    -------
-    DemoReport
-        What happened. Bytes that differ are in it, not an exception.
-
-    Raises
-    ------
-    ConfigError
-        If the options are impossible or do not fit the memory.
-    RunError
-        If a process fails or the time is up. No process is left behind.
-
-    Notes
-    -----
-    Blocks until the end, for at most ``timeout_s``.
+    Bytes that differ are in the report. `ConfigError` is raised for impossible options, `RunError`
+    if a process fails or the time is up; no process is left behind.
     """
     model = find_model(options.model)
-    axes = {side: options.axes.get(side, model.axes) for side in _SIDES}
-    for side in _SIDES:
-        dimension_letters(axes[side], model)
-    load_engine(options.engine)
+    axes = {role: options.axes.get(role, model.axes) for role in _ROLES}
+    for role in _ROLES:
+        dimension_letters(axes[role], model)
     blocks = _choose_blocks(model, options)
     pool_blocks = _pool_blocks(blocks)
     seed = secrets.randbits(32) if options.seed is None else options.seed
     tables = _scatter(blocks, pool_blocks, seed)
     specs = [
         RankSpec(
-            side=side,
+            role=role,
             rank=rank,
             sizes=options.sizes,
-            axes=axes[side],
+            axes=axes[role],
             model=model.name,
-            engine=options.engine,
+            transfer_backend=options.transfer_backend,
             num_blocks=pool_blocks,
             tables=tables,
             seed=seed,
             timeout_s=options.timeout_s,
-            fault=options.fault if (side, rank) == ("decode", 0) else None,
+            fault=options.fault if (role, rank) == ("decode", 0) else None,
         )
-        for side in _SIDES
-        for rank in range(options.sizes[side])
+        for role in _ROLES
+        for rank in range(options.sizes[role])
     ]
-    with ProcessGroup("pynixlkv.cli.rank", decode, specs, options.timeout_s, on_progress) as group:
+    # UCX prints at its end which transports it used.
+    env = {"UCX_PROTO_INFO": os.environ.get("UCX_PROTO_INFO", "used")}
+    names = [spec.name for spec in specs]
+    with ProcessGroup(dict.fromkeys(names, env), options.timeout_s, on_progress) as group:
         return _conduct(group, specs, model, blocks)
 
 
 def _conduct(
     group: ProcessGroup, specs: Sequence[RankSpec], model: Model, blocks: int
 ) -> DemoReport:
-    """Lead the ranks through both operations and add up what they say."""
-    names = {side: [spec.name for spec in specs if spec.side == side] for side in _SIDES}
+    """Lead the ranks through both operations and add up their results."""
+    names = {role: [spec.name for spec in specs if spec.role == role] for role in _ROLES}
     prefill, decode = names["prefill"], names["decode"]
     everyone = [*prefill, *decode]
 
-    ready = group.gather("fill and register", dict.fromkeys(everyone, Ready))
-    hellos = {side: [ready[name].hello for name in names[side]] for side in _SIDES}
-    connects = {spec.name: Connect(hellos[spec.other_side]) for spec in specs}
-    group.ask("connect and plan", connects, Connected)
+    for spec in specs:
+        group.post([spec.name], DemoRank, spec, keep=True)
+    group.gather("fill and register", everyone)
+    described = group.call("describe", everyone, "describe")
+    hellos = {role: [described[name][0] for name in names[role]] for role in _ROLES}
+    group.call("connect and plan", everyone, "connect", hellos)
 
-    all_moved, checks = [], []
-    done: list[Operation] = []
+    all_moved: list[tuple[Operation, dict[str, dict[str, Any]]]] = []
+    checks: list[dict[str, Checked]] = []
     phases: list[tuple[Operation, list[str], list[str]]] = [
         ("read", decode, prefill),
         ("write", prefill, decode),
     ]
-    for operation, movers, waiters in phases:
-        group.send(dict.fromkeys(waiters, Await()))
-        moved = group.ask(operation, dict.fromkeys(movers, Move()), Moved)
-        group.gather(f"notifications of {operation}", dict.fromkeys(waiters, Notified))
-        all_moved.append((operation, moved))
-
-        done.append(operation)
-        comparisons = {
-            **dict.fromkeys(prefill, Check(["read", "write"])),
-            **dict.fromkeys(decode, Check(done)),
-        }
-        checks.append(group.ask(f"compare after {operation}", comparisons, Checked))
-    group.ask("close", dict.fromkeys(everyone, Finish()), Finished)
+    for operation, initiators, targets in phases:
+        group.post(targets, "await_notifications")
+        all_moved.append((operation, group.call(operation, initiators, "move")))
+        group.gather(f"notifications of {operation}", targets)
+        done = [moved[0] for moved in all_moved]
+        checks.append(group.call(f"compare after {operation}", everyone, "check", done))
     outputs = group.join()
 
-    found = [check for phase in checks for check in phase.values()]
     last = checks[-1]
     spec = specs[0]
     return DemoReport(
         model=model.name,
-        engine=spec.engine,
+        transfer_backend=spec.transfer_backend,
         seed=spec.seed,
-        axes={spec.side: spec.axes for spec in specs},
+        axes={spec.role: spec.axes for spec in specs},
         sizes=spec.sizes,
         block_tokens=model.block_size,
         blocks=blocks,
         pool_blocks=spec.num_blocks,
-        cache_bytes={side: sum(ready[name].cache_bytes for name in names[side]) for side in _SIDES},
+        cache_bytes={role: sum(described[name][1] for name in names[role]) for role in _ROLES},
         operations=[
             _summarise(
                 operation,
@@ -279,7 +192,7 @@ def _conduct(
         ],
         verified_bytes=sum(last[name].moved_bytes for name in decode),
         guard_bytes=sum(check.guard_bytes for check in last.values()),
-        wrong_bytes=sum(check.wrong_bytes for check in found),
+        wrong_bytes=sum(check.wrong_bytes for phase in checks for check in phase.values()),
         differences=[
             f"{name}: {check.difference}"
             for phase in checks
@@ -289,15 +202,15 @@ def _conduct(
     )
 
 
-def _used_transports(operation: Operation, outputs: Iterable[str]) -> str:
-    """Find in UCX's own words what moved the bytes of an operation.
+def _used_transports(operation: Operation, outputs: Iterable[list[str]]) -> str:
+    """Find in UCX's own output what moved the bytes of an operation.
 
     Where nothing is one-sided, messages did.
     """
     used: dict[str, set[str]] = defaultdict(set)
     for output in outputs:
         table = ""
-        for line in output.splitlines():
+        for line in output:
             if heading := _UCX_TABLE.search(line):
                 table = heading[1]
             elif (row := _UCX_ROW.search(line)) and int(row[1]):
@@ -307,43 +220,38 @@ def _used_transports(operation: Operation, outputs: Iterable[str]) -> str:
 
 
 def _summarise(
-    operation: Operation, blocks: int, moved: Sequence[Moved], transport: str
+    operation: Operation, blocks: int, moved: Sequence[dict[str, Any]], transport: str
 ) -> OperationReport:
-    """Add up what the ranks of one operation moved; they ran at the same time."""
-    num_bytes = sum(reply.num_bytes for reply in moved)
-    elapsed_s = max(reply.elapsed_s for reply in moved)
+    """Combine the results of the ranks of one operation, which ran at the same time."""
+    combined = {
+        key: (max if key.endswith("_s") else sum)(each[key] for each in moved) for key in moved[0]
+    }
     return OperationReport(
         operation=operation,
         transport=transport,
-        bytes=num_bytes,
         blocks=blocks,
-        descriptors_unmerged=sum(reply.descriptors_unmerged for reply in moved),
-        descriptors=sum(reply.descriptors for reply in moved),
-        plan_s=max(reply.plan_s for reply in moved),
-        post_s=max(reply.post_s for reply in moved),
-        transfer_s=max(reply.transfer_s for reply in moved),
-        elapsed_s=elapsed_s,
-        gb_per_s=num_bytes / elapsed_s / 1e9,
+        gb_per_s=combined["bytes"] / combined["elapsed_s"] / 1e9,
+        **combined,
     )
 
 
 def _pool_blocks(blocks: int) -> int:
-    """Blocks of a pool: those read, those written, and guards, two of them at the ends."""
+    """Return the blocks of a pool: read, written, and guards, two of them at the ends."""
     return 2 * blocks + max(4, blocks // 4)
 
 
 def _choose_blocks(model: Model, options: DemoOptions) -> int:
     """Return the blocks to move each way, checked against the memory of the machine."""
     per_block = {
-        side: sum(model.block_bytes(rank, size) for rank in range(size))
-        for side, size in options.sizes.items()
+        role: sum(model.block_bytes(rank, size) for rank in range(size))
+        for role, size in options.sizes.items()
     }
     free = _free_bytes()
     if options.blocks is None:
         blocks = 1
         while True:
-            pool = {side: _pool_blocks(blocks + 1) * each for side, each in per_block.items()}
-            if max(pool.values()) > _SIDE_BYTES or sum(pool.values()) > _FREE_SHARE * free:
+            pool = {role: _pool_blocks(blocks + 1) * each for role, each in per_block.items()}
+            if max(pool.values()) > _ROLE_BYTES or sum(pool.values()) > _FREE_SHARE * free:
                 return blocks
             blocks += 1
     if options.blocks < 1:
@@ -359,9 +267,9 @@ def _choose_blocks(model: Model, options: DemoOptions) -> int:
 
 
 def _free_bytes() -> int:
-    """Return the memory that can be had without swapping, in bytes."""
+    """Return the bytes that can be allocated without swapping."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    # Pages that hold cached files can be had too, but only this file counts them.
+    # Only this file counts the pages of cached files as available.
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
@@ -374,10 +282,10 @@ def _free_bytes() -> int:
     return free
 
 
-def _scatter(blocks: int, pool_blocks: int, seed: int) -> dict[Side, Tables]:
-    """Lay out both pools: short runs of adjacent blocks in an order of each side's own.
+def _scatter(blocks: int, pool_blocks: int, seed: int) -> dict[Role, Tables]:
+    """Lay out both pools: short runs of adjacent blocks in an order of each role's own.
 
-    The first and the last block belong to nobody, and so do others in between.
+    The first and the last block are guards, as are others in between.
     """
     rng = random.Random(seed)
     runs: list[tuple[str, range]] = []
@@ -388,8 +296,8 @@ def _scatter(blocks: int, pool_blocks: int, seed: int) -> dict[Side, Tables]:
             runs.append((name, range(start, stop)))
             start = stop
     runs += [("guard", range(1))] * (pool_blocks - 2 - 2 * blocks)
-    tables: dict[Side, Tables] = {}
-    for side in _SIDES:
+    tables: dict[Role, Tables] = {}
+    for role in _ROLES:
         rng.shuffle(runs)
         places = {"read": [0] * blocks, "write": [0] * blocks, "guard": [0]}
         block = 1
@@ -397,5 +305,5 @@ def _scatter(blocks: int, pool_blocks: int, seed: int) -> dict[Side, Tables]:
             for number in numbers:
                 places[name][number] = block
                 block += 1
-        tables[side] = {"read": places["read"], "write": places["write"]}
+        tables[role] = {"read": places["read"], "write": places["write"]}
     return tables

@@ -12,23 +12,7 @@ __all__ = ["MODELS", "Model", "find_model"]
 
 @dataclass(frozen=True)
 class Model:
-    """What a model's KV cache is made of; elements are bfloat16.
-
-    Parameters
-    ----------
-    name : str
-        Name as its publisher writes it.
-    layers : int
-        Layers that keep a cache.
-    kv_heads : int or None
-        KV heads of the whole model; None for a latent that every rank holds whole (MLA).
-    dim : int
-        Elements of a head, or of the latent, for one token.
-    axes : str
-        Order of the dimensions of a layer's tensor unless one is asked for.
-    block_size : int
-        Tokens in a block.
-    """
+    """The geometry of a model's KV cache, in bfloat16; `kv_heads` is None for a latent (MLA)."""
 
     name: str
     layers: int
@@ -48,23 +32,7 @@ class Model:
         return self.block_size * self.dim
 
     def block_bytes(self, rank: int, size: int) -> int:
-        """Return the bytes of one block over all layers on one rank of a group of `size`.
-
-        Parameters
-        ----------
-        rank, size : int
-            Tensor-parallel rank and size of its group.
-
-        Returns
-        -------
-        int
-            Bytes.
-
-        Raises
-        ------
-        LayoutError
-            If the heads cannot be cut into `size` ranks.
-        """
+        """Return the bytes of one block in all layers on one rank of a group of `size`."""
         heads = len(held_heads(rank, size, self.kv_heads))
         return self.layers * self.num_kv * heads * self.page_elems * 2
 
@@ -78,23 +46,7 @@ MODELS = (
 
 
 def find_model(name: str) -> Model:
-    """Return the model of a name, in any case.
-
-    Parameters
-    ----------
-    name : str
-        One of the names in `MODELS`.
-
-    Returns
-    -------
-    Model
-        Its geometry.
-
-    Raises
-    ------
-    ConfigError
-        If there is none; the message lists the names.
-    """
+    """Return the model of a name, whose case does not matter."""
     for model in MODELS:
         if model.name.lower() == name.lower():
             return model

@@ -1,122 +1,117 @@
-"""One rank of the demo, in a process of its own: ``python -m pynixlkv.cli.rank FD``.
-
-It obeys the commands that arrive on the socket, one reply each. When the socket closes, the demo is
-gone and so is this process. A watchdog thread that needs no GIL ends it at its deadline.
-"""
+"""One rank of the demo: a cache with known contents and an agent, in a process of its own."""
 
 from __future__ import annotations
 
-import faulthandler
-import importlib
 import os
 import signal
-import sys
 import time
-import traceback
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from pynixlkv.cli.cache import Contents, Placement, RankCache
-from pynixlkv.cli.messages import (
-    Await,
-    Check,
-    Checked,
-    Connect,
-    Connected,
-    Failed,
-    Fault,
-    Finish,
-    Finished,
-    Message,
-    Move,
-    Moved,
-    Notified,
-    Operation,
-    Progress,
-    RankSpec,
-    Ready,
-    RunError,
-    decode,
-    encode,
-)
 from pynixlkv.cli.models import find_model
-from pynixlkv.errors import ConfigError
 from pynixlkv.geometry import KVCache
 from pynixlkv.plan import TransferPlan
+from pynixlkv.testing.process import RunError, parent
 from pynixlkv.topology import expected_readers, read_sources
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import msgspec
+    from collections.abc import Sequence
 
     from pynixlkv.topology import Reader, Source
 
-__all__ = ["Rank", "load_engine", "main"]
+__all__ = ["Checked", "DemoRank", "Fault", "Operation", "RankSpec", "Role", "Tables"]
 
-_ENGINES = {"nixl": "NixlAgent", "ucx": "UcxAgent"}
-
-
-def load_engine(name: str) -> Callable[[str], Any]:
-    """Return the agent class of an engine.
-
-    Parameters
-    ----------
-    name : str
-        ``"nixl"`` or ``"ucx"``.
-
-    Returns
-    -------
-    callable
-        Makes an agent of a name.
-
-    Raises
-    ------
-    ConfigError
-        If this version has no such engine.
-    """
-    try:
-        agent: Callable[[str], Any] = getattr(
-            importlib.import_module(f"pynixlkv.{name}"), _ENGINES[name]
-        )
-    except ModuleNotFoundError as error:
-        if error.name != f"pynixlkv.{name}":
-            raise
-        raise ConfigError(
-            f"this version of pynixlkv has no engine {name!r}; use --engine nixl"
-        ) from None
-    return agent
+Role = Literal["prefill", "decode"]
+Operation = Literal["read", "write"]
+# Physical blocks of one role that are read and written, in token order.
+Tables = dict[Operation, list[int]]
 
 
-class Rank:
-    """A rank's cache, agent and expectations.
+class Fault(str, Enum):
+    """What decode rank 0 spoils on purpose: a block that was moved, an unused one, or itself."""
 
-    Parameters
-    ----------
-    spec : RankSpec
-        What this rank is.
-    report : callable
-        Called with a `Progress` now and then.
-    """
+    read = "read"
+    write = "write"
+    guard = "guard"
+    crash = "crash"
+    hang = "hang"
 
-    def __init__(self, spec: RankSpec, report: Callable[[msgspec.Struct], None]) -> None:
+
+@dataclass(frozen=True)
+class RankSpec:
+    """What a rank needs to know to build its cache and its expectations."""
+
+    role: Role
+    rank: int
+    sizes: dict[Role, int]
+    axes: str
+    model: str
+    transfer_backend: str
+    num_blocks: int
+    tables: dict[Role, Tables]
+    seed: int
+    timeout_s: float
+    fault: Fault | None
+
+    @property
+    def name(self) -> str:
+        """Name of the process and of its agent."""
+        return f"{self.role}-{self.rank}"
+
+    @property
+    def other_role(self) -> Role:
+        """The role of this rank's peers."""
+        return "decode" if self.role == "prefill" else "prefill"
+
+    @property
+    def operation(self) -> Operation:
+        """What this rank does: decode reads, prefill writes."""
+        return "read" if self.role == "decode" else "write"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Result of a comparison; `difference` describes the first one, if any."""
+
+    moved_bytes: int
+    guard_bytes: int
+    wrong_bytes: int
+    difference: str
+
+
+def make_agent(transfer_backend: str, name: str) -> Any:  # noqa: ANN401
+    """Return an agent over ``"nixl"`` or ``"ucx"``."""
+    if transfer_backend == "nixl":
+        from pynixlkv.nixl import NixlAgent
+
+        return NixlAgent(name)
+    from pynixlkv.ucx import UcxAgent
+
+    return UcxAgent(name)
+
+
+class DemoRank:
+    """A rank's cache, agent and expectations."""
+
+    def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
-        self._report = report
         self._deadline = time.monotonic() + spec.timeout_s
         self._model = find_model(spec.model)
-        self._tables = spec.tables[spec.side]
-        size = spec.sizes[spec.side]
+        self._tables = spec.tables[spec.role]
+        size = spec.sizes[spec.role]
         self._cache = RankCache(self._model, spec.axes, spec.rank, size, spec.num_blocks)
         num_moved = len(self._tables["read"])
         self._contents: dict[Operation, Contents] = {
             "read": Contents((spec.seed, 0), self._model, num_moved),
             "write": Contents((spec.seed, 1), self._model, num_moved),
         }
-        # What a block holds before anything is moved into it differs on every rank.
-        side = ("prefill", "decode").index(spec.side)
-        self._unused = Contents((spec.seed, 2, side, spec.rank), self._model, spec.num_blocks)
+        # The initial contents of a pool differ on every rank.
+        role = ("prefill", "decode").index(spec.role)
+        self._unused = Contents((spec.seed, 2, role, spec.rank), self._model, spec.num_blocks)
         self._fill()
 
         self._kv = KVCache.from_tensors(
@@ -126,7 +121,7 @@ class Rank:
             kv_heads=self._model.kv_heads,
             tp=(spec.rank, size),
         )
-        self._agent = load_engine(spec.engine)(spec.name)
+        self._agent = make_agent(spec.transfer_backend, spec.name)
         self._registration = self._agent.register(self._kv)
         self._peers: list[tuple[Any, TransferPlan]] = []
 
@@ -135,50 +130,21 @@ class Rank:
         self._registration.close()
         self._agent.close()
 
-    def obey(self, command: Message) -> msgspec.Struct:
-        """Carry out a command.
-
-        Parameters
-        ----------
-        command : Message
-            What to do.
-
-        Returns
-        -------
-        msgspec.Struct
-            The reply.
-        """
-        match command:
-            case Connect():
-                return self._connect(command.hellos)
-            case Move():
-                return self._move()
-            case Await():
-                return self._await_notes()
-            case Check():
-                return self._check(command)
-            case _:
-                raise RunError(f"{self._spec.name} does not know the command {command!r}")
-
-    @property
-    def _operation(self) -> Operation:
-        return "read" if self._spec.side == "decode" else "write"
-
-    def ready(self) -> Ready:
-        """Describe this rank to the other side."""
-        return Ready(hello=self._agent.hello(self._kv), cache_bytes=self._cache.num_bytes)
+    def describe(self) -> tuple[bytes, int]:
+        """Return the hello for the other role, and the bytes of the cache."""
+        return self._agent.hello(self._kv), self._cache.num_bytes
 
     def _fill(self) -> None:
-        """Fill the whole pool, so that no block is without a known content."""
-        holds: list[Operation] = ["read", "write"] if self._spec.side == "prefill" else []
+        """Fill the whole pool, guard blocks included."""
+        holds: list[Operation] = ["read", "write"] if self._spec.role == "prefill" else []
         layers = self._model.layers
         for layer in range(layers):
             for placement in self._expected(holds):
                 self._cache.fill(layer, placement)
-            self._report(Progress(layer + 1, layers))
+            parent().send((layer + 1, layers))
 
     def _expected(self, holds: Sequence[Operation]) -> list[Placement]:
-        """Return what must be in each block of the pool, guard blocks last."""
+        """Return the expected contents of each block of the pool, guard blocks last."""
         guards = np.ones(self._spec.num_blocks, dtype=bool)
         placements = []
         for name in holds:
@@ -188,30 +154,34 @@ class Rank:
         (unused,) = np.nonzero(guards)
         return [*placements, Placement(self._unused, unused, unused)]
 
-    def _connect(self, hellos: list[bytes]) -> Connected:
-        """Connect to the ranks of the other side that hold some of the same heads, and plan."""
+    def connect(self, hellos: dict[Role, list[bytes]]) -> None:
+        """Connect to the ranks of the other role that hold some of the same heads, and plan."""
         spec, kv_heads = self._spec, self._model.kv_heads
-        me, others = (spec.rank, spec.sizes[spec.side]), spec.sizes[spec.other_side]
+        me, others = (spec.rank, spec.sizes[spec.role]), spec.sizes[spec.other_role]
         partners: Sequence[Source | Reader]
-        if spec.side == "decode":
+        if spec.role == "decode":
             partners = read_sources(kv_heads, local=me, remote_size=others)
         else:
             partners = expected_readers(kv_heads, local=me, remote_size=others)
         for partner in partners:
             if len(partner.heads):
-                peer = self._agent.connect(hellos[partner.rank])
+                peer = self._agent.connect(hellos[spec.other_role][partner.rank])
                 heads = None if kv_heads is None else partner.heads
                 plan = TransferPlan(self._kv.geometry, peer.geometry, heads=heads)
                 self._peers.append((peer, plan))
-        return Connected([peer.name for peer, _ in self._peers])
 
-    def _move(self) -> Moved:
-        """Read from all peers at once, or write to them."""
-        self._misbehave()
+    def move(self) -> dict[str, float]:
+        """Read from all peers at once, or write to them.
+
+        Returns sums over the peers, and the longest of their times (keys that end in ``_s``).
+        """
         spec = self._spec
-        operation = self._operation
-        local, remote = (spec.tables[side][operation] for side in (spec.side, spec.other_side))
-        post = self._agent.read if operation == "read" else self._agent.write
+        if spec.fault is Fault.crash:
+            os._exit(3)
+        if spec.fault is Fault.hang:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        local, remote = (spec.tables[role][spec.operation] for role in (spec.role, spec.other_role))
+        post = self._agent.read if spec.operation == "read" else self._agent.write
         started = time.perf_counter()
         transfers = [
             post(peer, plan, local, remote, notify=_note(spec.name, peer.name), timeout=left)
@@ -222,32 +192,33 @@ class Rank:
         elapsed_s = time.perf_counter() - started
         results = [transfer.result for transfer in transfers]
         costs = [plan.describe(local, remote) for _, plan in self._peers]
-        return Moved(
-            num_bytes=sum(result.bytes for result in results),
-            descriptors_unmerged=sum(cost.num_runs for cost in costs),
-            descriptors=sum(result.descriptors for result in results),
-            plan_s=max((result.plan_s for result in results), default=0.0),
-            post_s=max((result.post_s for result in results), default=0.0),
-            transfer_s=max((result.transfer_s for result in results), default=0.0),
-            elapsed_s=elapsed_s,
-        )
+        return {
+            "bytes": sum(result.bytes for result in results),
+            "descriptors_unmerged": sum(cost.num_runs for cost in costs),
+            "descriptors": sum(result.descriptors for result in results),
+            "plan_s": max((result.plan_s for result in results), default=0.0),
+            "post_s": max((result.post_s for result in results), default=0.0),
+            "transfer_s": max((result.transfer_s for result in results), default=0.0),
+            "elapsed_s": elapsed_s,
+        }
 
-    def _await_notes(self) -> Notified:
+    def await_notifications(self) -> None:
         """Take notifications until each peer's has come; any other is an error."""
         spec = self._spec
         missing = {(peer.name, _note(peer.name, spec.name)) for peer, _ in self._peers}
-        num_notes = len(missing)
         while missing:
             for note in self._agent.notifications(timeout=self._left()):
                 if (note.peer, note.message) not in missing:
                     raise RunError(f"{spec.name} got an unexpected notification: {note!r}")
                 missing.remove((note.peer, note.message))
-        return Notified(num_notes)
 
-    def _check(self, command: Check) -> Checked:
-        """Compare the whole pool with what must be in it."""
-        self._corrupt(command.holds)
-        *moved, guards = placements = self._expected(command.holds)
+    def check(self, done: Sequence[Operation]) -> Checked:
+        """Compare the whole pool with its expected contents after some operations."""
+        holds: Sequence[Operation] = done
+        if self._spec.role == "prefill":
+            holds = ["read", "write"]
+        self._corrupt(holds)
+        *moved, guards = placements = self._expected(holds)
         wrong_bytes, difference = 0, ""
         layers = self._model.layers
         for layer in range(layers):
@@ -255,7 +226,7 @@ class Rank:
                 wrong, where = self._cache.compare(layer, placement)
                 wrong_bytes += wrong
                 difference = difference or where
-            self._report(Progress(layer + 1, layers))
+            parent().send((layer + 1, layers))
         block_bytes = self._cache.num_bytes // self._spec.num_blocks
         return Checked(
             moved_bytes=sum(len(placement.blocks) for placement in moved) * block_bytes,
@@ -271,15 +242,8 @@ class Rank:
             raise RunError(f"{self._spec.name} did not end within {self._spec.timeout_s} s")
         return left
 
-    def _misbehave(self) -> None:
-        """Die or stop in the middle, if that is what is being tested."""
-        if self._spec.fault is Fault.crash:
-            os._exit(3)
-        if self._spec.fault is Fault.hang:
-            os.kill(os.getpid(), signal.SIGSTOP)
-
     def _corrupt(self, holds: Sequence[Operation]) -> None:
-        """Flip a bit behind the demo's back, if that is what is being tested."""
+        """Flip a bit if a fault is injected."""
         fault = self._spec.fault
         if fault is Fault.guard:
             self._cache.layer(0)[0, 0, 0, 0, 0] ^= 1
@@ -290,41 +254,3 @@ class Rank:
 
 def _note(sender: str, receiver: str) -> bytes:
     return f"from {sender} to {receiver}".encode()
-
-
-def _serve(connection: Connection, spec: RankSpec) -> None:
-    """Obey commands until told to finish."""
-
-    def send(message: msgspec.Struct) -> None:
-        connection.send_bytes(encode(message))
-
-    try:
-        rank = Rank(spec, send)
-        try:
-            send(rank.ready())
-            while not isinstance(command := decode(connection.recv_bytes()), Finish):
-                send(rank.obey(command))
-        finally:
-            rank.close()
-        send(Finished())
-    except (EOFError, BrokenPipeError):
-        sys.exit("the demo that started this process is gone")
-    except Exception as error:
-        send(Failed(f"{type(error).__name__}: {error}", traceback.format_exc()))
-        sys.exit(1)
-
-
-def main() -> None:
-    """Serve the demo that is on the other end of the socket whose number is the first argument."""
-    faulthandler.enable()
-    connection = Connection(int(sys.argv[1]))
-    spec = decode(connection.recv_bytes())
-    if not isinstance(spec, RankSpec):
-        raise RunError(f"expected a RankSpec first, got {spec!r}")
-    # The demo has the same deadline and ends this process itself; this is for when it cannot.
-    faulthandler.dump_traceback_later(spec.timeout_s + 5, exit=True)
-    _serve(connection, spec)
-
-
-if __name__ == "__main__":
-    main()

@@ -21,24 +21,13 @@ def _milliseconds(seconds: float) -> str:
 
 
 def demo_table(report: DemoReport) -> Table:
-    """Return the demo's results as a table.
-
-    Parameters
-    ----------
-    report : DemoReport
-        What happened.
-
-    Returns
-    -------
-    Table
-        One column for each operation.
-    """
-    sides = ", ".join(
-        f"{side} {report.axes[side]} on {size} rank{'s' * (size > 1)}"
-        for side, size in report.sizes.items()
+    """Return the demo's results as a table, one column for each operation."""
+    roles = ", ".join(
+        f"{role} {report.axes[role]} on {size} rank{'s' * (size > 1)}"
+        for role, size in report.sizes.items()
     )
     table = Table(
-        title=f"{report.model}, {report.block_tokens}-token blocks\n{sides}\nseed {report.seed}",
+        title=f"{report.model}, {report.block_tokens}-token blocks\n{roles}\nseed {report.seed}",
         title_justify="left",
     )
     table.add_column()
@@ -61,18 +50,7 @@ def demo_table(report: DemoReport) -> Table:
 
 
 def verdict(report: DemoReport) -> str:
-    """Return the last line: how many bytes were compared, and with what result.
-
-    Parameters
-    ----------
-    report : DemoReport
-        What happened.
-
-    Returns
-    -------
-    str
-        One line.
-    """
+    """Return the last line of the demo: the number of compared bytes, and the result."""
     if not report.ok:
         return f"FAILED: {report.wrong_bytes:,} bytes differ"
     return (
@@ -82,18 +60,7 @@ def verdict(report: DemoReport) -> str:
 
 
 def info_table(report: Mapping[str, Any]) -> Table:
-    """Return what was found as a table.
-
-    Parameters
-    ----------
-    report : mapping
-        Fields of `pynixlkv.native_report`, and the version of pynixlkv.
-
-    Returns
-    -------
-    Table
-        One row for each field.
-    """
+    """Return a report on the installation as a table."""
     table = Table(show_header=False, show_lines=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -103,7 +70,7 @@ def info_table(report: Mapping[str, Any]) -> Table:
 
 
 def _lines(value: object) -> str:
-    """Write a value of a report, nested ones one to a line."""
+    """Return a value of a report as text, nested values one to a line."""
     if isinstance(value, dict):
         parts = (f"{key} {_flat(part)}" for key, part in value.items() if part)
         return ", ".join(parts)
@@ -117,35 +84,22 @@ def _flat(value: object) -> str:
 
 
 def bench_table(report: BenchReport) -> Table:
-    """Return what was measured as a table.
-
-    Parameters
-    ----------
-    report : BenchReport
-        What was measured.
-
-    Returns
-    -------
-    Table
-        One row for each series, the limit first.
-    """
+    """Return measurements as a table, the limit of each case first."""
     before, after = report.load_average
     table = Table(
         title=f"medians of {report.rounds} rounds, load {before:.1f} to {after:.1f}",
         title_justify="left",
     )
     table.add_column("moved by", no_wrap=True)
-    for heading in ("µs/piece", "GB/s", "spread", "of limit"):
+    for heading in ("µs/piece", "GB/s", "of limit"):
         table.add_column(heading, justify="right")
     for case in report.cases:
         table.add_row(case.name, style="bold")
         for series in case.series:
-            spread = series.iqr_s / series.median_s if series.median_s else 0.0
             table.add_row(
                 f"  {series.series}",
                 f"{series.us_per_piece:,.2f}",
                 f"{series.gb_per_s:.2f}",
-                f"{spread:.0%}",
                 "" if series.ratio is None else f"{series.ratio:.2f}",
             )
         table.add_section()
@@ -153,18 +107,7 @@ def bench_table(report: BenchReport) -> Table:
 
 
 def bench_verdict(report: BenchReport) -> list[str]:
-    """Return the last lines: what failed, or that nothing did.
-
-    Parameters
-    ----------
-    report : BenchReport
-        What was measured.
-
-    Returns
-    -------
-    list of str
-        A line for each series that failed, or one that says that all bytes are right.
-    """
+    """Return the last lines of the bench: a line for each failed series, or one if none failed."""
     lines = [
         f"FAILED: {case.name} by {series.series}: {series.failures} runs failed, "
         f"{series.wrong_bytes:,} bytes differ" + f"; first: {series.error}" * bool(series.error)

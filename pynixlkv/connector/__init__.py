@@ -1,8 +1,8 @@
 """The half of a KV connector that every engine would write again.
 
-`ConnectorScheduler` lives with an engine's scheduler, one `ConnectorWorker` with each of its ranks.
-The engine passes a `ConnectorMetadata` from one to the others in each step, and reports back what
-has `Finished`. `HandOff` is what travels from producer to consumer with a request.
+A `ConnectorScheduler` lives with an engine's scheduler, and a `ConnectorWorker` with each of its
+ranks. In each step the engine passes a `ConnectorMetadata` from the scheduler to the workers, and
+reports what has `Finished` back. `KVTransferParams` go from producer to consumer with a request.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from pynixlkv.connector.metadata import (
     AgentMetadata,
     ConnectorMetadata,
     EndState,
-    EngineShape,
-    HandOff,
+    KVTransferParams,
     Lease,
+    ParallelSizes,
     ReqMeta,
     RequestInfo,
 )
-from pynixlkv.connector.receiver import Fence, RequestEnd
+from pynixlkv.connector.receiver import RequestEnd
 from pynixlkv.connector.scheduler import ConnectorScheduler, GroupSpec
+from pynixlkv.connector.staging import DeviceEvent
 from pynixlkv.connector.worker import ConnectorWorker, Finished
 
 __all__ = [
@@ -29,11 +30,11 @@ __all__ = [
     "ConnectorScheduler",
     "ConnectorWorker",
     "EndState",
-    "EngineShape",
-    "Fence",
+    "ParallelSizes",
+    "DeviceEvent",
     "Finished",
     "GroupSpec",
-    "HandOff",
+    "KVTransferParams",
     "Lease",
     "ReqMeta",
     "RequestEnd",

@@ -17,54 +17,33 @@ __all__ = ["ConnectorConfig"]
 
 @dataclass(frozen=True)
 class ConnectorConfig:
-    """Options of `ConnectorScheduler` and `ConnectorWorker`; all times in seconds.
-
-    Parameters
-    ----------
-    transfer_mode : str
-        ``"pull"``, the consumer reads; ``"push"``, the producer writes. Both sides need the same.
-    lease_duration : float
-        How long a producer keeps blocks from the end of the prefill, and after each heartbeat.
-    heartbeat_interval : float, optional
-        Time between two heartbeats to a producer; a sixth of its lease duration if left out.
-    missed_heartbeats : int
-        A producer that leaves as many of them unanswered in a row counts as dead.
-    transfer_timeout : float
-        Longest time from the start of a request's receiving to its end.
-    handshake_timeout : float
-        Longest time to get a producer's metadata.
-    peer_ttl : float
-        Producers that nothing was received from for as long are forgotten.
-    max_leases : int
-        Most requests that a producer keeps at once.
-    partial_blocks : bool
-        Hand over a last block that is not full. Without, prompts are cut to whole blocks, and one
-        that is shorter than a block is not handed over at all.
-    max_bytes : int, optional
-        Longest descriptor, see `pynixlkv.plan.TransferPlan`.
-    compatibility : mapping of str to str
-        What must be equal on both sides beyond what the geometries tell (model, attention backend).
-    allow_insecure : bool
-        Ask for metadata beyond loopback although there is no shared secret.
-
-    Raises
-    ------
-    ConfigError
-        If a value is out of range.
-    """
+    """Options of `ConnectorScheduler` and `ConnectorWorker`; all times in seconds."""
 
     transfer_mode: TransferMode = "pull"
+    """``"pull"``, the consumer reads; ``"push"``, the producer writes. The same on both sides."""
     lease_duration: float = 30.0
+    """How long a producer holds blocks after the end of the prefill and after each heartbeat."""
     heartbeat_interval: float | None = None
+    """Time between two heartbeats to a producer; by default a sixth of its lease duration."""
     missed_heartbeats: int = 3
+    """A producer that leaves this many in a row unanswered counts as dead."""
     transfer_timeout: float = 30.0
+    """Longest time to receive a request."""
     handshake_timeout: float = 5.0
+    """Longest time to get a producer's metadata."""
     peer_ttl: float = 3600.0
+    """Producers that are idle for this long are forgotten."""
     max_leases: int = 16384
+    """Most requests that a producer holds at once."""
     partial_blocks: bool = True
+    """Hand over a last block that is not full. Otherwise prompts are cut to whole blocks, and one
+    that is shorter than a block is not handed over."""
     max_bytes: int | None = None
+    """Longest descriptor, see `pynixlkv.plan.TransferPlan`."""
     compatibility: Mapping[str, str] = field(default_factory=dict)
+    """What both sides must agree on beyond their geometries (model, attention backend)."""
     allow_insecure: bool = False
+    """Fetch metadata beyond loopback without a shared secret."""
 
     def __post_init__(self) -> None:
         if self.transfer_mode not in ("pull", "push"):
@@ -73,12 +52,12 @@ class ConnectorConfig:
             value = getattr(self, each.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
                 raise ConfigError(f"{each.name} is {value}; expected a number above 0")
-        if self.beat_interval(self.lease_duration) >= self.lease_duration:
+        if self.heartbeat_period(self.lease_duration) >= self.lease_duration:
             raise ConfigError(
                 f"heartbeat_interval is {self.heartbeat_interval} s, not below lease_duration, "
                 f"{self.lease_duration} s; leases would run out between two heartbeats"
             )
 
-    def beat_interval(self, lease_duration: float) -> float:
-        """Return the time between two heartbeats for leases of a producer."""
+    def heartbeat_period(self, lease_duration: float) -> float:
+        """Return the time between two heartbeats for leases of this duration."""
         return self.heartbeat_interval or lease_duration / 6

@@ -1,8 +1,9 @@
 """Notifications that the workers of two engines exchange through their agents.
 
-They are msgpack behind a magic and a version, decoded into typed records. Any of them may be lost,
-late, early, doubled or from a stranger, and none of these does harm: each names what it is about by
-a token that is never used twice, ends are reached once, and whoever waits asks again by its next
+They are msgpack, decoded into tagged records. They carry no version of their own: handshake and
+hello have compared `pynixlkv.wire.VERSION`, which covers them, before the first is sent. Any of
+them may be lost, late, early, duplicated or forged without harm: each names its subject by a token
+that is never reused, ends are reached once, and the waiting side asks again with its next
 heartbeat.
 """
 
@@ -13,34 +14,29 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from pynixlkv.connector.metadata import BlockLists, EngineShape, Lease, Rank
-from pynixlkv.errors import ProtocolVersionError, WireError
+from pynixlkv.connector.metadata import BlockLists, Lease, ParallelSizes, Rank
+from pynixlkv.errors import WireError
 
 __all__ = [
     "MAX_ENTRIES",
-    "PROTOCOL_VERSION",
-    "Attach",
-    "Beat",
-    "BeatAck",
+    "CancelPush",
+    "ConsumerHello",
+    "ConsumerRank",
+    "Heartbeat",
+    "HeartbeatAck",
     "LeaseStatus",
     "Message",
     "Push",
-    "PushEnd",
-    "Reader",
+    "PushDone",
     "Release",
-    "Stop",
     "decode",
     "encode",
 ]
 
-PROTOCOL_VERSION = 1
-"""Version of these messages and of the hand-off. History: 1 = first."""
-
-_MAGIC = b"PNKC"
 MAX_ENTRIES = 1024
-"""Most requests that one message lists; with the longest ids it can still be sent."""
+"""Most requests in one message; with the longest ids it still fits a notification."""
 
-_Ticket = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_PushId = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class LeaseStatus(enum.IntEnum):
@@ -48,67 +44,57 @@ class LeaseStatus(enum.IntEnum):
 
     HELD = 0
     UNKNOWN = 1
-    """Not heard of: not yet, or of an earlier life."""
+    """Not granted yet, or of an earlier life of the producer."""
     ENDED = 2
     """Released or expired: its blocks may have been reused."""
 
 
-class Reader(msgspec.Struct, frozen=True):
-    """The worker of a consumer that speaks.
-
-    Parameters
-    ----------
-    engine_id : str
-        Its engine.
-    rank : tuple of (int, int)
-        Its pipeline and tensor-parallel rank.
-    shape : EngineShape
-        Sizes of its engine, from which the producer knows how many readers to wait for.
-    """
+class ConsumerRank(msgspec.Struct, frozen=True):
+    """A worker of a consumer. Its engine's sizes say how many ranks the producer waits for."""
 
     engine_id: str
     rank: Rank
-    shape: EngineShape
+    parallel: ParallelSizes
 
 
-class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """First message of a reader: how the producer reaches it."""
+class ConsumerHello(msgspec.Struct, frozen=True, tag="consumer_hello"):
+    """First message of a consumer's rank: how the producer reaches it."""
 
-    reader: Reader
+    consumer: ConsumerRank
     hello: bytes
 
 
-class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """Heartbeat: the reader still wants these requests of the producer."""
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """The consumer still wants these requests."""
 
     number: int
     requests: Annotated[list[tuple[str, Lease]], msgspec.Meta(max_length=MAX_ENTRIES)]
 
 
-class BeatAck(msgspec.Struct, frozen=True, tag="ack"):
-    """Answer to a beat: which of its requests are not held, and how that stands."""
+class HeartbeatAck(msgspec.Struct, frozen=True, tag="heartbeat_ack"):
+    """Answer to a heartbeat: those of its requests that are not held."""
 
     number: int
     not_held: Annotated[list[tuple[str, Lease, LeaseStatus]], msgspec.Meta(max_length=MAX_ENTRIES)]
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """The reader is done with these requests of the producer, whether it read them or not."""
+    """The consumer's rank is done with these requests, whether it read them or not."""
 
-    reader: Reader
+    consumer: ConsumerRank
     requests: Annotated[list[tuple[str, Lease | None]], msgspec.Meta(max_length=MAX_ENTRIES)]
 
 
 class Push(msgspec.Struct, frozen=True, tag="push"):
-    """The reader asks the producer to write a request into its blocks.
+    """Asks the producer to write a request into the consumer's blocks.
 
-    `request_id` is the producer's name of the request. Without a lease the reader did not wait for
-    the prefill's end: the request may still be running, or be queued. `ticket` is what the answer
-    names; a reader uses it once, and asks again with the same while it has no answer.
+    `request_id` is the producer's. There is no lease if the consumer did not wait for the prefill:
+    the request may be running or queued. The answer names `push_id`; a consumer uses each id for
+    one request, and repeats it until it has an answer.
     """
 
-    reader: Reader
-    ticket: _Ticket
+    consumer: ConsumerRank
+    push_id: _PushId
     request_id: str
     lease: Lease | None
     blocks: BlockLists
@@ -117,24 +103,23 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
     num_tokens: int
 
 
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """The reader does not want a push any more, and waits to hear that nothing of it moves."""
+class CancelPush(msgspec.Struct, frozen=True, tag="cancel_push"):
+    """The consumer gives a push up, and waits for the `PushDone` that says it is quiet."""
 
-    ticket: _Ticket
+    push_id: _PushId
 
 
-class PushEnd(msgspec.Struct, frozen=True, tag="push_end"):
-    """The producer has written a request, or never will; nothing of it moves any more.
+class PushDone(msgspec.Struct, frozen=True, tag="push_done"):
+    """A push has ended and is quiet: written if `error` is empty, otherwise failed."""
 
-    `error` is empty after success.
-    """
-
-    ticket: _Ticket
+    push_id: _PushId
     expired: bool
     error: str
 
 
-Message: TypeAlias = Attach | Beat | BeatAck | Release | Push | Stop | PushEnd
+Message: TypeAlias = (
+    ConsumerHello | Heartbeat | HeartbeatAck | Release | Push | CancelPush | PushDone
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -142,28 +127,12 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 def encode(message: Message) -> bytes:
     """Return the bytes of a message."""
-    return _MAGIC + bytes([PROTOCOL_VERSION]) + _encoder.encode(message)
+    return _encoder.encode(message)
 
 
 def decode(data: bytes) -> Message:
-    """Read what `encode` wrote. The bytes may come from anyone.
-
-    Raises
-    ------
-    WireError
-        If they are no message of ours, or damaged.
-    ProtocolVersionError
-        If they are one of another version.
-    """
-    if len(data) < 5 or data[:4] != _MAGIC:
-        raise WireError(f"not a connector message: {len(data)} bytes that begin with {data[:4]!r}")
-    if data[4] != PROTOCOL_VERSION:
-        raise ProtocolVersionError(
-            f"a connector message has version {data[4]}, this side speaks {PROTOCOL_VERSION}",
-            local_version=str(PROTOCOL_VERSION),
-            remote_version=str(data[4]),
-        )
+    """Read what `encode` wrote; raise `WireError` for all other bytes, which any peer may send."""
     try:
-        return _decoder.decode(data[5:])
+        return _decoder.decode(data)
     except msgspec.MsgspecError as error:
-        raise WireError(f"a connector message of {len(data)} bytes is damaged: {error}") from error
+        raise WireError(f"not a connector message: {len(data)} bytes: {error}") from error

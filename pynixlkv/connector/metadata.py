@@ -1,8 +1,8 @@
-"""What travels between the halves of a connector, and between producer and consumer by the proxy.
+"""The data exchanged by the halves of a connector, and by producer and consumer through the proxy.
 
-`HandOff` is the typed form of the ``kv_transfer_params`` that a request carries through the HTTP
-layer; it comes from outside and is checked. `ConnectorMetadata` goes from an engine's scheduler to
-its workers once per step. All are plain data and can be pickled.
+`KVTransferParams` is the typed form of the ``kv_transfer_params`` of a request; it comes from
+outside and is validated. `ConnectorMetadata` goes from an engine's scheduler to its workers once
+per step. All are plain data and can be pickled.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = [
     "BlockLists",
     "ConnectorMetadata",
     "EndState",
-    "EngineShape",
-    "HandOff",
+    "ParallelSizes",
+    "KVTransferParams",
     "Lease",
     "Rank",
     "ReqMeta",
@@ -49,140 +49,85 @@ _LEASE = re.compile(r"(\d{1,9})-([0-9a-f]{1,16})")
 
 
 class EndState(enum.Enum):
-    """How the receiving of a request ended; reached once, never left."""
+    """How receiving a request ended; final."""
 
     RECEIVED = "received"
-    """All bytes are here, and the producer held its blocks while they moved."""
+    """All bytes arrived, and the producer held its blocks while they moved."""
     FAILED = "failed"
     EXPIRED = "expired"
-    """The producer's lease ran out before the bytes had moved."""
+    """The producer's lease ended before the bytes had moved."""
     ABORTED = "aborted"
     """Given up by the engine."""
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """A producer's promise to keep a request's blocks, as told to the consumer.
-
-    Parameters
-    ----------
-    slot : int
-        Row of the producer's lease table, the same in all ranks of the engine.
-    token : int
-        Value of that row while the promise holds; never used twice.
-    """
+    """A producer's promise to hold a request's blocks."""
 
     slot: _Index
+    """In the producer's lease tables, the same in all ranks of the engine."""
     token: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+    """Value of that slot while the lease holds; never reused."""
 
     def __str__(self) -> str:
         return f"{self.slot}-{self.token:x}"
 
     @classmethod
     def parse(cls, text: str) -> Lease:
-        """Read what ``str`` wrote.
-
-        Raises
-        ------
-        ConfigError
-            If it is something else.
-        """
+        """Read what ``str`` wrote; raise `ConfigError` for anything else."""
         match = _LEASE.fullmatch(text)
         if match is None or not 1 <= int(match[2], 16) <= 2**62:
             raise ConfigError(f"the lease is {text!r}; expected <slot>-<hexadecimal token>")
         return cls(int(match[1]), int(match[2], 16))
 
 
-class EngineShape(msgspec.Struct, frozen=True):
-    """Sizes of the parallel groups of an engine.
-
-    Parameters
-    ----------
-    pp, tp : int
-        Pipeline stages and tensor-parallel ranks.
-    dcp : int
-        How many ways the tokens of a head are shared (decode context parallelism).
-    """
+class ParallelSizes(msgspec.Struct, frozen=True):
+    """Sizes of the parallel groups of an engine."""
 
     pp: _Size = 1
     tp: _Size = 1
     dcp: _Size = 1
+    """Ranks that share the tokens of a head (decode context parallelism)."""
 
 
-class HandOff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """The hand-off of a request from producer to consumer: its ``kv_transfer_params``.
+class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """The ``kv_transfer_params`` of a request.
 
     A proxy sends ``do_remote_decode=True`` to the producer, and passes the producer's answer, which
-    has everything else, on to the consumer unchanged. Fields that are not listed are ignored.
-
-    Parameters
-    ----------
-    do_remote_decode : bool
-        Keep the blocks for a consumer.
-    do_remote_prefill : bool
-        Fetch the blocks from the producer that is described here.
-    remote_engine_id, remote_request_id : str
-        Engine and request id at the producer.
-    remote_host, remote_port : str, int
-        Its side channel.
-    remote_block_ids : tuple of tuple of int
-        Its block tables, one for each group, in token order.
-    remote_starts : tuple of int
-        Token position of the first block of each table; zeros if left out.
-    remote_block_sizes : tuple of int
-        Tokens that a block of each table stands for; left out if these are the blocks that its
-        geometry describes.
-    remote_num_tokens : int
-        Tokens, from position 0 on, whose KV the producer holds.
-    tp_size, pp_size, dcp_size : int
-        Sizes of its parallel groups.
-    lease : str
-        Its `Lease`, as text.
-    lease_duration : float
-        Seconds that the lease lasts from its start, and from each heartbeat on.
-    transfer_mode : str
-        ``"pull"`` or ``"push"``.
-    sibling_group : str
-        Requests of one group are released together (the samples of one prompt).
+    has everything else, on to the consumer unchanged. Unknown fields are ignored.
     """
 
     do_remote_decode: bool = False
+    """Hold the blocks for a consumer."""
     do_remote_prefill: bool = False
+    """Fetch the blocks from the producer described here."""
     remote_engine_id: _Text | None = None
     remote_request_id: _Text | None = None
+    """The producer's id of the request."""
     remote_host: _Text | None = None
+    """The producer's side channel."""
     remote_port: _Port | None = None
     remote_block_ids: tuple[tuple[_Index, ...], ...] | None = None
+    """The producer's block tables, one for each group, in token order."""
     remote_starts: tuple[_Index, ...] | None = None
+    """Token position of the first block of each table; zeros if left out."""
     remote_block_sizes: tuple[_Index, ...] = ()
+    """Tokens per block of each table; left out if they are the blocks of its geometry."""
     remote_num_tokens: _Index | None = None
+    """Tokens, from position 0 on, whose KV the producer holds."""
     tp_size: _Size = 1
     pp_size: _Size = 1
     dcp_size: _Size = 1
     lease: str | None = None
+    """The producer's `Lease`, as text."""
     lease_duration: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
+    """Seconds that the lease lasts after its start and after each heartbeat."""
     transfer_mode: TransferMode = "pull"
     sibling_group: _Text | None = None
+    """Requests of one group are released together (the samples of one prompt)."""
 
     @classmethod
-    def from_dict(cls, params: Mapping[str, Any] | None) -> HandOff:
-        """Check the parameters of a request.
-
-        Parameters
-        ----------
-        params : mapping, optional
-            From outside. None stands for a request that is not handed over.
-
-        Returns
-        -------
-        HandOff
-            Whatever it says is complete and in range.
-
-        Raises
-        ------
-        ConfigError
-            If something is missing, of the wrong type, out of range, or contradicts the rest; names
-            the field.
-        """
+    def from_dict(cls, params: Mapping[str, Any] | None) -> KVTransferParams:
+        """Validate parameters from outside; raise `ConfigError` for a bad field, by name."""
         if params is None:
             return cls()
         if not isinstance(params, Mapping):
@@ -235,22 +180,16 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
 
     @property
     def lease_token(self) -> Lease | None:
-        """The producer's lease; None if it has given none, as a push may do.
-
-        Raises
-        ------
-        ConfigError
-            If the text is no lease.
-        """
+        """The producer's lease; None if it has given none, as for an early push."""
         return None if self.lease is None else Lease.parse(self.lease)
 
     @property
-    def shape(self) -> EngineShape:
+    def parallel(self) -> ParallelSizes:
         """Sizes of the producer's parallel groups."""
-        return EngineShape(self.pp_size, self.tp_size, self.dcp_size)
+        return ParallelSizes(self.pp_size, self.tp_size, self.dcp_size)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the parameters as JSON-compatible data, without what is not set."""
+        """Return the parameters as JSON-compatible data, without unset fields."""
         data: dict[str, Any] = msgspec.to_builtins(self)
         data = {key: value for key, value in data.items() if value is not None}
         for key in ("remote_block_ids", "remote_starts", "remote_block_sizes"):
@@ -265,89 +204,55 @@ _NEEDED_TO_PULL = ("remote_block_ids", "remote_num_tokens", "lease", "lease_dura
 
 @dataclass(frozen=True)
 class RequestInfo:
-    """A request as an engine presents it to the scheduler half.
-
-    Parameters
-    ----------
-    request_id : str
-        The engine's own id; the other side may have another for the same request.
-    num_prompt_tokens : int
-        Length of the prompt.
-    hand_off : HandOff
-        Its checked parameters.
-    """
+    """A request, as an engine presents it to its `ConnectorScheduler`."""
 
     request_id: str
+    """The engine's own id; the other side's may differ."""
     num_prompt_tokens: int
-    hand_off: HandOff = field(default_factory=HandOff)
+    params: KVTransferParams = field(default_factory=KVTransferParams)
 
 
 @dataclass(frozen=True)
 class ReqMeta:
-    """What a worker needs to know to receive, save or send one request.
-
-    Parameters
-    ----------
-    blocks : tuple of tuple of int
-        Local block tables, one for each group; only the part that is to move.
-    starts : tuple of int
-        Token position of the first block of each table.
-    num_tokens : int
-        Valid tokens of the sequence, from position 0 on.
-    remote : HandOff, optional
-        Where to receive from.
-    lease : Lease, optional
-        The lease to keep, for what is sent.
-    sibling_group : str, optional
-        Requests of one group are released together.
-    host_blocks : tuple of tuple of int, optional
-        Block tables in the host cache, where the device's memory is staged.
-    block_sizes : tuple of int
-        Tokens that a block of each table stands for; empty if these are the geometry's blocks.
-    """
+    """One request that a worker is to receive, save or send."""
 
     blocks: BlockLists
+    """Local block tables, one for each group; only the blocks to move."""
     starts: tuple[int, ...]
+    """Token position of the first block of each table."""
     num_tokens: int
-    remote: HandOff | None = None
+    """Valid tokens of the sequence, from position 0 on."""
+    remote: KVTransferParams | None = None
+    """Where to receive from."""
     lease: Lease | None = None
+    """The lease to hold, for a request that is sent."""
     sibling_group: str | None = None
     host_blocks: BlockLists | None = None
+    """Block tables in the host cache, where device memory is staged."""
     block_sizes: tuple[int, ...] = ()
+    """Tokens per block of each table; empty if they are the geometry's blocks."""
 
 
 @dataclass
 class ConnectorMetadata:
-    """A scheduler's message to its workers for one step.
-
-    Parameters
-    ----------
-    reqs_to_recv : dict of str to ReqMeta
-        Begin to receive these.
-    reqs_to_save : dict of str to ReqMeta
-        These run in this step and are pushed layer by layer; never also in `reqs_to_recv`.
-    reqs_preempted : set of str
-        Blocks of these have been taken away, and they are computed again.
-    reqs_to_send : dict of str to ReqMeta
-        Keep these, under their leases, until their readers are done.
-    reqs_not_sent : dict of str to str
-        These will never be sent, and why: tell consumers that wait for them.
-    reqs_waiting : dict of str to HandOff
-        These are queued: connect to their producers, and keep their leases alive.
-    reqs_to_release : dict of str to HandOff
-        Nothing (more) is wanted of these: tell their producers.
-    reqs_to_abort : set of str
-        The engine has given these up while they were being received.
-    """
+    """A scheduler's message to its workers for one step: what to do with which requests."""
 
     reqs_to_recv: dict[str, ReqMeta] = field(default_factory=dict)
+    """Receive these."""
     reqs_to_save: dict[str, ReqMeta] = field(default_factory=dict)
+    """These run in this step and are pushed layer by layer; never also in `reqs_to_recv`."""
     reqs_preempted: set[str] = field(default_factory=set)
+    """The blocks of these were taken away; they are computed again."""
     reqs_to_send: dict[str, ReqMeta] = field(default_factory=dict)
-    reqs_not_sent: dict[str, str] = field(default_factory=dict)
-    reqs_waiting: dict[str, HandOff] = field(default_factory=dict)
-    reqs_to_release: dict[str, HandOff] = field(default_factory=dict)
+    """Hold these under their leases until their readers are done."""
+    reqs_not_held: dict[str, str] = field(default_factory=dict)
+    """These will never be sent, and why: tell waiting consumers."""
+    reqs_waiting: dict[str, KVTransferParams] = field(default_factory=dict)
+    """These are queued: connect to their producers, and keep their leases alive."""
+    reqs_to_release: dict[str, KVTransferParams] = field(default_factory=dict)
+    """These are no longer wanted: tell their producers."""
     reqs_to_abort: set[str] = field(default_factory=set)
+    """The engine has given these up while they were being received."""
 
     def __post_init__(self) -> None:
         both = self.reqs_to_recv.keys() & self.reqs_to_save.keys()
@@ -359,18 +264,9 @@ class ConnectorMetadata:
 
 
 class AgentMetadata(msgspec.Struct, frozen=True):
-    """What a worker contributes to its engine's handshake.
-
-    Parameters
-    ----------
-    engine_id : str
-        The engine.
-    rank : tuple of (int, int)
-        Pipeline and tensor-parallel rank.
-    hello : bytes
-        What `pynixlkv.agent.Agent.hello` gave for the cache and the lease table.
-    """
+    """What a worker contributes to its engine's handshake."""
 
     engine_id: str
     rank: Rank
     hello: bytes
+    """`Agent.hello` of the cache and the lease table."""

@@ -1,16 +1,15 @@
-"""The consumer's half of a worker: requests whose blocks are to come from a producer.
+"""The consumer's half of a worker: requests whose blocks come from a producer.
 
-Each request goes through the states of `_Step` on the connector's thread and ends in exactly one
-`EndState`, which is reported once, and only when no byte of the request can move any more.
+Each request passes through the states of `_Step` on the connector's thread. It ends in exactly one
+`EndState`, which is reported once, and only after all its bytes have stopped moving.
 
-Pull: at every source rank, read the lease's word until it is the lease's token, then the blocks,
-then the word again; only if all words still are the token is the request received. The first look
-tells that the blocks are complete, the second that they were not reused.
+Pull: at every source rank, read the lease word until it is the lease's token, then the blocks, then
+the word again. The request is received only if the word still is the token at every source: the
+first look shows that the blocks are complete, the second that they were not reused.
 
-Push: ask every source rank to write; each says when it has, and that nothing of it moves any more.
-Nobody else can say that. So a request that has failed keeps its blocks until all ranks that it has
-asked have answered, or are known to be gone; and ranks are asked only once they have proved that
-they can answer.
+Push: ask every source rank to write. Only the source knows when its writes have ended, so a failed
+request keeps its blocks until every rank that was asked has answered or is known to be gone, and a
+rank is asked only once it has proved that it can answer.
 """
 
 from __future__ import annotations
@@ -20,16 +19,14 @@ import logging
 import secrets
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from pynixlkv.connector import messages
-from pynixlkv.connector.fences import Fence, has_ended
 from pynixlkv.connector.leases import status
-from pynixlkv.connector.links import Link, LinkState, Producer
-from pynixlkv.connector.log import RequestLog
 from pynixlkv.connector.messages import LeaseStatus
-from pynixlkv.connector.metadata import EndState, HandOff, Lease, ReqMeta
-from pynixlkv.connector.tables import by_group
+from pynixlkv.connector.metadata import EndState, KVTransferParams, Lease, ReqMeta
+from pynixlkv.connector.remote_engines import RemoteEngine, RemoteEngineState, RemoteRank
+from pynixlkv.connector.staging import has_completed
 from pynixlkv.errors import (
     LeaseExpired,
     PeerLostError,
@@ -48,45 +45,39 @@ if TYPE_CHECKING:
 
     from pynixlkv.agent import Transfer
     from pynixlkv.connector.config import ConnectorConfig
-    from pynixlkv.connector.links import Links, Local
+    from pynixlkv.connector.context import WorkerContext
     from pynixlkv.connector.metadata import BlockLists
+    from pynixlkv.connector.remote_engines import RemoteEngines
+    from pynixlkv.connector.staging import DeviceEvent
     from pynixlkv.connector.stats import ConnectorStats
 
-__all__ = ["Fence", "Receiver", "RequestEnd"]
+__all__ = ["Receiver", "RequestEnd"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_SOON_S = 0.001
-"""Pause before looking again at something that tells nobody when it changes."""
+_POLL_S = 0.001
+"""Pause before polling again for something that sends no notification."""
 
-_LONGEST_LOOK_S = 0.05
+_LONGEST_POLL_S = 0.05
 """The pause doubles up to this while a producer has not granted a lease."""
 
 
 @dataclass(frozen=True)
 class RequestEnd:
-    """How the receiving of a request ended.
-
-    Parameters
-    ----------
-    state : EndState
-        Which end.
-    error : Exception or None
-        Why, unless it was received.
-    blocks : tuple of tuple of int
-        Local blocks, by group, whose bytes cannot be relied on; empty if it was received.
-    """
+    """How receiving a request ended."""
 
     state: EndState
     error: Exception | None
+    """Why, unless it was received."""
     blocks: BlockLists
+    """Local blocks, by group, whose contents are undefined; empty if it was received."""
 
 
 class _Step(enum.Enum):
-    CONNECTING = 0  # waits for the handshake, or for the engine to be done with the blocks
+    CONNECTING = 0  # waits for the handshake, or for the device to finish with the blocks
     MOVING = 1
-    STAGING = 2  # received into the host cache, on the way to the device
+    STAGING = 2  # in the host cache, being copied to the device
     DRAINING = 3  # has its end, waits for quiet
     OVER = 4
 
@@ -95,143 +86,130 @@ class _Step(enum.Enum):
 class _Source:
     """What a pull reads from one producer rank."""
 
-    producer: Producer
+    producer: RemoteRank
     running: list[Transfer] = field(default_factory=list)
     """Reads of blocks whose end has not been seen."""
     check_at: float = 0.0
-    pause: float = _SOON_S
+    pause: float = _POLL_S
     is_checking: bool = False
     is_granted: bool = False
     """The lease held before the blocks were read."""
     is_held: bool = False
-    """It still did when they had been read."""
+    """It still held afterwards."""
 
 
-@dataclass(eq=False)
-class _Request:
+@dataclass(eq=False, kw_only=True)
+class _Queued:
+    """A request that waits for its blocks."""
+
+    remote: KVTransferParams
+    lease: Lease | None
+    engine: RemoteEngine
+    end: EndState | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class _Request(_Queued):
     id: str
     meta: ReqMeta
-    remote: HandOff
-    lease: Lease | None
-    link: Link
-    fence: Fence | None
+    event: DeviceEvent | None
     deadline: float
-    ticket: int
+    push_id: int
     step: _Step = _Step.CONNECTING
     sources: list[_Source] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
-    """All that were ever begun."""
-    pushing: set[Producer] = field(default_factory=set)
-    """Ranks that have been asked to write and have not said that they are done."""
+    """All reads of blocks, ended ones included."""
+    pushing: set[RemoteRank] = field(default_factory=set)
+    """Ranks that have been asked to write and have not answered."""
     ask_at: float = 0.0
-    """When to ask them again: the first time, or the answer, may be lost."""
-    staging: Fence | None = None
-    end: EndState | None = None
+    """When to ask them again: a request or an answer may be lost."""
+    staging: DeviceEvent | None = None
     error: Exception | None = None
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    """A request that is queued."""
-
-    remote_id: str
-    lease: Lease | None
-    link: Link
+_ToCheck: TypeAlias = "dict[RemoteRank, list[tuple[_Request, _Source]]]"
+"""Whose lease words to read in this round."""
 
 
 @dataclass
 class _Check:
-    """A read of lease words under way."""
+    """A read of lease words in progress."""
 
-    link: Link
+    engine: RemoteEngine
     asked: list[tuple[_Request, _Source]]
     slots: list[int]
     transfer: Transfer
 
 
 class Receiver:
-    """Receives requests. Lives on the connector's thread.
-
-    Parameters
-    ----------
-    this : Local
-        This worker.
-    words : ndarray of uint64, shape (n,)
-        Where lease words are read to; ``this.landing`` describes it.
-    links : Links
-        Connections to producers.
-    config : ConnectorConfig
-        Times and mode.
-    stats : ConnectorStats
-        Counts what happens.
-    stage_in : callable, optional
-        Begins to copy a request's host blocks to the device.
-    """
+    """Receives requests. Lives on the connector's thread."""
 
     def __init__(
         self,
-        this: Local,
+        ctx: WorkerContext,
         words: np.ndarray[tuple[int], np.dtype[np.uint64]],
-        links: Links,
+        engines: RemoteEngines,
         config: ConnectorConfig,
         stats: ConnectorStats,
-        stage_in: Callable[[ReqMeta], Fence] | None = None,
+        stage_in: Callable[[ReqMeta], DeviceEvent] | None = None,
     ) -> None:
-        self._this = this
-        self._words = words
+        self._ctx = ctx
+        self._words = words  # the memory of `ctx.lease_buffer`
         self._free_words = list(range(len(words)))
-        self._links = links
+        self._engines = engines
         self._config = config
         self._stats = stats
-        self._stage_in = stage_in
+        self._stage_in = stage_in  # starts to copy a request's host blocks to the device
         self._requests: dict[str, _Request] = {}
-        self._waiting: dict[str, _Waiting] = {}
-        self._by_ticket: dict[int, _Request] = {}
-        # Where another life of this worker began is far away.
-        self._next_ticket = secrets.randbits(61)
-        self._releasing: list[tuple[HandOff, Link]] = []
+        self._queued: dict[str, _Queued] = {}
+        self._by_push_id: dict[int, _Request] = {}
+        # A random start keeps ids of an earlier life of this worker from matching.
+        self._next_push_id = secrets.randbits(61)
+        self._releasing: list[tuple[KVTransferParams, RemoteEngine]] = []
         self._checks: list[_Check] = []
-        self._outbox: dict[Producer, list[tuple[str, Lease | None]]] = defaultdict(list)
-        self._beat_number = 0
+        self._outbox: dict[RemoteRank, list[tuple[str, Lease | None]]] = defaultdict(list)
+        self._heartbeat_number = 0
 
-    # ---- what the engine asks for
+    # ---- the engine's commands
 
-    def wait_for(self, request_id: str, hand_off: HandOff, now: float) -> None:
-        """Connect for a request that is queued, and keep its leases alive."""
+    def wait_for(self, request_id: str, remote: KVTransferParams, now: float) -> None:
+        """Connect for a queued request, and keep its lease alive."""
         if request_id in self._requests:
             raise PlanError(f"request {request_id!r} is being received, it does not wait")
         self._forget(request_id)
-        lease = hand_off.lease_token
-        link = self._link(hand_off, now)
-        link.requests.add(request_id)
-        self._waiting[request_id] = _Waiting(str(hand_off.remote_request_id), lease, link)
+        lease = remote.lease_token
+        engine = self._engine(remote, now)
+        engine.requests.add(request_id)
+        self._queued[request_id] = _Queued(remote=remote, lease=lease, engine=engine)
 
-    def receive(self, request_id: str, meta: ReqMeta, fence: Fence | None, now: float) -> None:
-        """Begin to receive a request, when `fence` says that its blocks are free of older work."""
+    def receive(
+        self, request_id: str, meta: ReqMeta, event: DeviceEvent | None, now: float
+    ) -> None:
+        """Receive a request, into blocks that are free of older work after `event`."""
         remote = meta.remote
         if remote is None or request_id in self._requests:
             raise PlanError(f"request {request_id!r} cannot be received (again)")
         self._forget(request_id)
         lease = remote.lease_token
-        link = self._link(remote, now)
-        link.requests.add(request_id)
-        self._next_ticket += 1
+        engine = self._engine(remote, now)
+        engine.requests.add(request_id)
+        self._next_push_id += 1
         request = _Request(
             id=request_id,
             meta=meta,
             remote=remote,
             lease=lease,
-            link=link,
-            fence=fence,
+            engine=engine,
+            event=event,
             deadline=now + self._config.transfer_timeout,
-            ticket=self._next_ticket,
+            push_id=self._next_push_id,
         )
-        self._requests[request_id] = self._by_ticket[request.ticket] = request
+        self._requests[request_id] = self._by_push_id[request.push_id] = request
 
-    def release(self, request_id: str, hand_off: HandOff, now: float) -> None:
-        """Tell a producer, once, that nothing (more) is wanted of a request."""
+    def release(self, request_id: str, remote: KVTransferParams, now: float) -> None:
+        """Tell a producer, once, that a request is no longer wanted."""
         self._forget(request_id)
-        self._releasing.append((hand_off, self._link(hand_off, now)))
+        self._releasing.append((remote, self._engine(remote, now)))
 
     def abort(self, request_id: str) -> None:
         """End a request that the engine has given up."""
@@ -243,40 +221,37 @@ class Receiver:
                 TransferCancelled(f"request {request_id!r} was aborted by its engine"),
             )
 
-    def _link(self, hand_off: HandOff, now: float) -> Link:
-        interval = self._config.beat_interval(
-            hand_off.lease_duration or self._config.lease_duration
-        )
-        return self._links.get(hand_off, interval, now)
+    def _engine(self, remote: KVTransferParams, now: float) -> RemoteEngine:
+        lease_duration = remote.lease_duration or self._config.lease_duration
+        return self._engines.get(remote, self._config.heartbeat_period(lease_duration), now)
 
     def _forget(self, request_id: str) -> None:
-        waiting = self._waiting.pop(request_id, None)
-        if waiting is not None:
-            waiting.link.requests.discard(request_id)
+        queued = self._queued.pop(request_id, None)
+        if queued is not None:
+            queued.engine.requests.discard(request_id)
 
-    # ---- what producers say
+    # ---- messages of producers
 
-    def on_ack(self, agent: str, message: messages.BeatAck) -> None:
+    def on_heartbeat_ack(self, agent: str, message: messages.HeartbeatAck) -> None:
         """Take a producer's answer to a heartbeat."""
-        link = self._links.of_agent(agent)
-        producer = link.of_agent(agent) if link is not None else None
+        producer = self._engines.rank_of(agent)
         if producer is None:
-            # It may answer before the link that asked has been settled.
-            is_early = any(link.state is LinkState.CONNECTING for link in self._links.all())
+            # An answer may arrive before `settle` has seen the end of the handshake.
+            is_early = any(e.state is RemoteEngineState.CONNECTING for e in self._engines.all())
             self._stats.count("early_notifications" if is_early else "foreign_notifications")
             return
         producer.unanswered = 0
         producer.has_answered = True
         ended = {lease for _, lease, state in message.not_held if state is LeaseStatus.ENDED}
         for request in list(self._requests.values()) if ended else ():
-            # A pull finds out by itself, and may yet turn out to have been in time.
+            # Once a pull has begun, only the lease word says whether it was in time.
             if request.lease in ended and request.step is _Step.CONNECTING:
                 self._expire(request, producer)
 
-    def on_push_end(self, agent: str, message: messages.PushEnd) -> None:
-        """Take a producer's word that it has written a request, or never will."""
-        request = self._by_ticket.get(message.ticket)
-        producer = None if request is None else request.link.of_agent(agent)
+    def on_push_done(self, agent: str, message: messages.PushDone) -> None:
+        """Take the end of a push."""
+        request = self._by_push_id.get(message.push_id)
+        producer = None if request is None else request.engine.of_agent(agent)
         if request is None or producer is None:
             self._stats.count("late_notifications")
             return
@@ -298,118 +273,102 @@ class Receiver:
     # ---- the thread's round
 
     def poll(self, now: float, ends: dict[str, RequestEnd]) -> float:
-        """Carry everything on; add what has ended, and is quiet, to `ends`.
-
-        Returns
-        -------
-        float
-            Seconds until it must be called again, whatever happens.
-        """
-        for link in self._links.settle(now):
-            if link.state is LinkState.DEAD:
-                self._lose(link)
-        due = self._beat(now)
+        """Advance everything; add quiet ends to `ends`; return the seconds until the next call."""
+        for engine in self._engines.settle(now):
+            self._lose(engine)
+        due = self._send_due_heartbeats(now)
         self._checks = [check for check in self._checks if not self._take_words(check, now)]
-        to_check: dict[Producer, list[tuple[_Request, _Source]]] = defaultdict(list)
+        to_check: _ToCheck = defaultdict(list)
         for request in list(self._requests.values()):
             try:
                 pause = self._advance(request, now, to_check)
-            except Exception as error:  # whatever it is, it ends this request and no other
+            except Exception as error:  # ends this request and no other
                 self._fail(request, error)
                 pause = 0.0
             due = min(due, pause)
             if request.step is _Step.OVER:
-                del self._requests[request.id], self._by_ticket[request.ticket]
+                del self._requests[request.id], self._by_push_id[request.push_id]
                 ends[request.id] = self._close(request, now)
         self._check(to_check, now)
         self._flush_releases()
-        return 0.0 if self._links.have_news else due
+        return 0.0 if self._engines.have_news else due
 
-    def _advance(
-        self,
-        request: _Request,
-        now: float,
-        to_check: dict[Producer, list[tuple[_Request, _Source]]],
-    ) -> float:
+    def _advance(self, request: _Request, now: float, to_check: _ToCheck) -> float:
         if request.end is None and now >= request.deadline:
             self._fail(
                 request,
                 TransferTimeout(
                     f"request {request.id!r} was not received within "
                     f"{self._config.transfer_timeout} s ({request.step.name.lower()})",
-                    peer=request.link.engine_id,
+                    peer=request.engine.engine_id,
                 ),
             )
         due = request.deadline - now if request.end is None else float("inf")
         if request.step is _Step.CONNECTING:
             if not self._can_start(request):
                 return due
-            if request.fence is not None and not request.fence.done():
-                return _SOON_S
+            if request.event is not None and not request.event.query():
+                return _POLL_S
             self._start(request)
         self._settle_transfers(request)
         if request.pushing:
             due = min(due, self._ask(request, now))
         if request.step is _Step.MOVING:
             for source in request.sources:
-                due = min(due, self._advance_source(request, source, now, to_check))
+                if source.running or source.is_held or source.is_checking:
+                    continue
+                if now >= source.check_at:
+                    to_check[source.producer].append((request, source))
+                else:
+                    due = min(due, source.check_at - now)
             if not request.pushing and all(source.is_held for source in request.sources):
                 request.step = _Step.STAGING
                 if self._stage_in is not None and request.meta.host_blocks is not None:
                     request.staging = self._stage_in(request.meta)
         if request.step is _Step.STAGING:
-            if request.staging is not None and not request.staging.done():
-                return _SOON_S
+            if request.staging is not None and not request.staging.query():
+                return _POLL_S
             self._finish(request, EndState.RECEIVED, None)
         if request.step is _Step.DRAINING:
             if self._is_quiet(request):
                 request.step = _Step.OVER
             elif request.staging is not None:
-                return _SOON_S
+                return _POLL_S
         return max(due, 0.0)
 
     def _can_start(self, request: _Request) -> bool:
-        link = request.link
-        if link.state is LinkState.DEAD:
-            raise link.error or PeerLostError("the link is dead", peer=link.engine_id)
-        if link.state is LinkState.CONNECTING:
+        engine = request.engine
+        if engine.state is RemoteEngineState.DEAD:
+            raise engine.error or PeerLostError("the engine is dead", peer=engine.engine_id)
+        if engine.state is RemoteEngineState.CONNECTING:
             return False
-        return self._config.transfer_mode == "pull" or all(p.has_answered for p in link.sources)
+        return self._config.transfer_mode == "pull" or all(p.has_answered for p in engine.sources)
 
     def _start(self, request: _Request) -> None:
         request.step = _Step.MOVING
         if self._config.transfer_mode == "push":
-            request.pushing.update(request.link.sources)
+            request.pushing.update(request.engine.sources)
             return
         self._check_positions(request)
-        request.sources = [_Source(producer) for producer in request.link.sources]
+        request.sources = [_Source(producer) for producer in request.engine.sources]
 
     def _read(self, request: _Request, source: _Source, now: float) -> None:
-        """Begin to read what a request gets from a source."""
+        """Start the reads from one source."""
         meta, remote, producer = request.meta, request.remote, source.producer
-        table_of = self._this.table_of
-        local, local_starts = by_group(
-            self._this.cache.groups,
-            table_of,
-            meta.host_blocks or meta.blocks,
-            meta.starts,
-            meta.block_sizes,
+        local, local_starts = self._ctx.tables_by_group(
+            self._ctx.cache, meta.host_blocks or meta.blocks, meta.starts, meta.block_sizes
         )
-        theirs, their_starts = by_group(
-            producer.geometry.groups,
-            table_of,
-            remote.blocks,
-            remote.starts,
-            remote.remote_block_sizes,
+        theirs, their_starts = self._ctx.tables_by_group(
+            producer.geometry, remote.blocks, remote.starts, remote.remote_block_sizes
         )
         for plan in producer.plans:
             wanted = plan.groups
-            transfer = self._this.agent.read(
+            transfer = self._ctx.agent.read(
                 producer.peer,
                 plan,
                 {name: local[name] for name in wanted},
                 {name: theirs[name] for name in wanted},
-                timeout=max(request.deadline - now, _SOON_S),
+                timeout=max(request.deadline - now, _POLL_S),
                 num_tokens=dict.fromkeys(wanted, meta.num_tokens),
                 local_start={name: local_starts[name] for name in wanted},
                 remote_start={name: their_starts[name] for name in wanted},
@@ -432,22 +391,8 @@ class Receiver:
                     self._fail(request, transfer.error or TransferError("the transfer failed"))
             source.running = running
 
-    def _advance_source(
-        self,
-        request: _Request,
-        source: _Source,
-        now: float,
-        to_check: dict[Producer, list[tuple[_Request, _Source]]],
-    ) -> float:
-        if source.running or source.is_held or source.is_checking:
-            return float("inf")
-        if now < source.check_at:
-            return source.check_at - now
-        to_check[source.producer].append((request, source))
-        return float("inf")
-
     def _check_positions(self, request: _Request) -> None:
-        """Check that every position that is expected here is there: nothing else tells."""
+        """Verify that the producer covers every requested token; no later check would see a gap."""
         meta, remote = request.meta, request.remote
         if len(remote.blocks) != len(meta.blocks):
             raise PlanError(
@@ -464,28 +409,28 @@ class Receiver:
                 f"request {request.id!r}: the producer holds {remote.remote_num_tokens} tokens of "
                 f"{meta.num_tokens}; {'; '.join(late) or 'from position 0 on'}"
             )
-        slots = min(p.words.remote.groups[0].num_blocks for p in request.link.producers)
-        if _held(request).slot >= slots:
+        slots = min(p.words.remote.groups[0].num_blocks for p in request.engine.ranks)
+        if _lease(request).slot >= slots:
             raise PlanError(
                 f"request {request.id!r}: its lease is {request.lease}, but the producer has "
                 f"{slots} slots"
             )
 
     def _ask(self, request: _Request, now: float) -> float:
-        """Ask the ranks that are to write, or, after the end, to stop; again until they answer."""
+        """Ask source ranks to write or, after the end, to cancel; repeat until they answer."""
         for producer in [p for p in request.pushing if not p.peer.is_connected]:
-            # It is gone, as its process or its host is, and writes no more.
+            # Its process or host is gone, so it writes no more.
             request.pushing.discard(producer)
             self._fail(request, PeerLostError("the producer is gone", peer=producer.peer.name))
         if now < request.ask_at:
             return request.ask_at - now
-        request.ask_at = now + request.link.beat_interval
+        request.ask_at = now + request.engine.heartbeat_period
         meta = request.meta
-        message: messages.Message = messages.Stop(request.ticket)
+        message: messages.Message = messages.CancelPush(request.push_id)
         if request.end is None:
             message = messages.Push(
-                reader=self._this.reader,
-                ticket=request.ticket,
+                consumer=self._ctx.identity,
+                push_id=request.push_id,
                 request_id=str(request.remote.remote_request_id),
                 lease=request.lease,
                 blocks=meta.host_blocks or meta.blocks,
@@ -496,36 +441,36 @@ class Receiver:
         data = messages.encode(message)
         for producer in list(request.pushing):
             try:
-                if request.link.state is LinkState.DEAD:
-                    self._attach(producer)
-                self._this.agent.notify(producer.peer, data)
+                if request.engine.state is RemoteEngineState.DEAD:
+                    self._ctx.introduce(producer.peer)
+                self._ctx.agent.notify(producer.peer, data)
             except PeerLostError as error:
                 request.pushing.discard(producer)
                 self._fail(request, error)
         return request.ask_at - now
 
     def _is_quiet(self, request: _Request) -> bool:
-        if request.staging is not None and not has_ended(request.staging):
+        if request.staging is not None and not has_completed(request.staging):
             return False
         return not request.pushing and all(t.is_quiet for t in request.transfers)
 
     # ---- leases
 
-    def _check(self, to_check: dict[Producer, list[tuple[_Request, _Source]]], now: float) -> None:
-        """Read the words that requests want to see: one read per producer."""
+    def _check(self, to_check: _ToCheck, now: float) -> None:
+        """Read lease words, in one read per producer."""
         for producer, all_asked in to_check.items():
-            # Those that find no word free are there again in the next round.
+            # Requests for which no word is free ask again in the next round.
             asked = [pair for pair in all_asked if pair[0].end is None][: len(self._free_words)]
             if not asked:
                 continue
             slots = [self._free_words.pop() for _ in asked]
             try:
-                transfer = self._this.agent.read(
+                transfer = self._ctx.agent.read(
                     producer.peer,
                     producer.words,
                     slots,
-                    [_held(request).slot for request, _ in asked],
-                    timeout=max(max(r.deadline for r, _ in asked) - now, _SOON_S),
+                    [_lease(request).slot for request, _ in asked],
+                    timeout=max(max(r.deadline for r, _ in asked) - now, _POLL_S),
                 )
             except PynixlkvError as error:
                 self._free_words += slots
@@ -534,15 +479,15 @@ class Receiver:
                 continue
             for _, source in asked:
                 source.is_checking = True
-            link = asked[0][0].link
-            link.num_checks += 1
-            self._checks.append(_Check(link, asked, slots, transfer))
+            engine = asked[0][0].engine
+            engine.num_checks += 1
+            self._checks.append(_Check(engine, asked, slots, transfer))
 
     def _take_words(self, check: _Check, now: float) -> bool:
-        """Look at the words of a check; return whether they have come."""
+        """Evaluate the words of a check; return whether they have arrived."""
         if not check.transfer.is_quiet:
             return False
-        check.link.num_checks -= 1
+        check.engine.num_checks -= 1
         error = check.transfer.error
         for (request, source), slot in zip(check.asked, check.slots, strict=True):
             source.is_checking = False
@@ -551,13 +496,13 @@ class Receiver:
             if error is not None:
                 self._fail(request, error)
                 continue
-            found = status(_held(request), int(self._words[slot]))
+            found = status(_lease(request), int(self._words[slot]))
             if found is LeaseStatus.ENDED:
                 self._expire(request, source.producer)
             elif found is LeaseStatus.UNKNOWN:
-                # The producer's worker has not heard of the lease from its scheduler yet.
+                # The producer's scheduler has not told its worker of the lease yet.
                 source.check_at = now + source.pause
-                source.pause = min(2 * source.pause, _LONGEST_LOOK_S)
+                source.pause = min(2 * source.pause, _LONGEST_POLL_S)
             elif not source.is_granted:
                 source.is_granted = True
                 try:
@@ -569,74 +514,81 @@ class Receiver:
         self._free_words += check.slots
         return True
 
-    def _beat(self, now: float) -> float:
+    def _send_due_heartbeats(self, now: float) -> float:
         due = self._config.peer_ttl
-        for link in self._links.all():
-            if link.state is not LinkState.READY or not link.requests:
+        for engine in self._engines.all():
+            if engine.state is not RemoteEngineState.READY or not engine.requests:
                 continue
-            if now >= link.next_beat:
-                self._send_beats(link, now)
-            due = min(due, max(link.next_beat - now, 0.0))
+            if now >= engine.next_heartbeat:
+                engine.next_heartbeat = now + engine.heartbeat_period
+                self._beat_or_drop(engine)
+            due = min(due, max(engine.next_heartbeat - now, 0.0))
         return due
 
-    def _send_beats(self, link: Link, now: float) -> None:
-        link.next_beat = now + link.beat_interval
-        wanted = []
-        for request_id in link.requests:
-            request, waiting = self._requests.get(request_id), self._waiting.get(request_id)
-            if request is not None and request.lease is not None and request.end is None:
-                wanted.append((str(request.remote.remote_request_id), request.lease))
-            elif waiting is not None and waiting.lease is not None:
-                wanted.append((waiting.remote_id, waiting.lease))
-        beats = []
-        for entries in _chunks(wanted) or [[]]:
-            self._beat_number += 1
-            beats.append(messages.encode(messages.Beat(self._beat_number, entries)))
-        for producer in link.producers:
+    def renew_leases(self) -> None:
+        """Send heartbeats at once: after a pause of this process, leases may be about to expire."""
+        for engine in self._engines.all():
+            if engine.state is RemoteEngineState.READY and engine.requests:
+                self._send_heartbeats(engine)
+
+    def _beat_or_drop(self, engine: RemoteEngine) -> None:
+        for producer in engine.ranks:
             if producer.unanswered >= self._config.missed_heartbeats:
                 error = PeerLostError(
-                    f"rank {producer.rank} of engine {link.engine_id!r} left "
+                    f"rank {producer.rank} of engine {engine.engine_id!r} left "
                     f"{producer.unanswered} heartbeats unanswered",
                     peer=producer.peer.name,
                 )
-                self._links.drop(link, error)
+                self._engines.drop(engine, error)
                 return
+        if self._send_heartbeats(engine):
+            for producer in engine.ranks:
+                producer.unanswered += 1
+
+    def _send_heartbeats(self, engine: RemoteEngine) -> bool:
+        wanted = []
+        for request_id in engine.requests:
+            request = self._requests.get(request_id) or self._queued.get(request_id)
+            if request is not None and request.lease is not None and request.end is None:
+                wanted.append((str(request.remote.remote_request_id), request.lease))
+        heartbeats = []
+        for entries in _chunks(wanted) or [[]]:
+            self._heartbeat_number += 1
+            heartbeats.append(messages.encode(messages.Heartbeat(self._heartbeat_number, entries)))
+        for producer in engine.ranks:
             try:
                 if producer.unanswered:
-                    self._attach(producer)  # it may have missed, or forgotten, this worker
-                for beat in beats:
-                    self._this.agent.notify(producer.peer, beat)
+                    # It may have missed this worker's hello, or forgotten it.
+                    self._ctx.introduce(producer.peer)
+                for heartbeat in heartbeats:
+                    self._ctx.agent.notify(producer.peer, heartbeat)
             except PynixlkvError as error:
-                self._links.drop(link, _lost(link, error))
-                return
-            producer.unanswered += 1
+                self._engines.drop(engine, _lost(engine, error))
+                return False
+        return True
 
-    def _attach(self, producer: Producer) -> None:
-        attach = messages.Attach(self._this.reader, self._this.hello)
-        self._this.agent.notify(producer.peer, messages.encode(attach))
-
-    def _lose(self, link: Link) -> None:
-        """End the requests of a dead link."""
-        for request_id in [r for r, waiting in self._waiting.items() if waiting.link is link]:
+    def _lose(self, engine: RemoteEngine) -> None:
+        """End the requests of a dead engine."""
+        for request_id in [r for r, queued in self._queued.items() if queued.engine is engine]:
             self._forget(request_id)
-        if not link.requests:
+        if not engine.requests:
             return
         self._stats.count("peers_lost")
-        error = link.error or PeerLostError("the link is dead", peer=link.engine_id)
-        _log.warning("producer engine %s is lost: %s", link.engine_id, str(error))
+        error = engine.error or PeerLostError("the engine is dead", peer=engine.engine_id)
+        _log.warning("producer engine %s is lost: %s", engine.engine_id, str(error))
         for request in self._requests.values():
-            if request.link is link:
+            if request.engine is engine:
                 self._fail(request, error)
 
     # ---- ends
 
-    def _expire(self, request: _Request, producer: Producer) -> None:
+    def _expire(self, request: _Request, producer: RemoteRank) -> None:
         self._finish(
             request,
             EndState.EXPIRED,
             LeaseExpired(
                 f"the lease of request {request.id!r} ended at rank {producer.rank} of engine "
-                f"{request.link.engine_id!r} before its bytes had moved; they may be those of "
+                f"{request.engine.engine_id!r} before its bytes had moved; they may be those of "
                 "another request",
                 peer=producer.peer.name,
             ),
@@ -644,78 +596,84 @@ class Receiver:
 
     def _fail(self, request: _Request, error: Exception) -> None:
         self._finish(request, EndState.FAILED, error)
-        if isinstance(error, PeerLostError) and request.link.state is LinkState.READY:
-            self._links.drop(request.link, error)
+        if isinstance(error, PeerLostError) and request.engine.state is RemoteEngineState.READY:
+            self._engines.drop(request.engine, error)
 
     def _finish(self, request: _Request, end: EndState, error: Exception | None) -> None:
-        """Give a request its end, once; later calls change nothing."""
+        """Give a request its end; the first one stays."""
         if request.end is not None:
             return
         request.end = end
         request.error = error
         request.step = _Step.DRAINING
-        request.ask_at = 0.0  # who is writing may stop
+        request.ask_at = 0.0  # cancel pushes at once
         for transfer in request.transfers:
             if not transfer.state.is_end:
                 transfer.cancel()
 
     def _close(self, request: _Request, now: float) -> RequestEnd:
-        link = request.link
-        link.requests.discard(request.id)
-        link.last_used = now
+        engine = request.engine
+        engine.requests.discard(request.id)
+        engine.last_used = now
         end = request.end
         assert end is not None
         has_written = end is EndState.RECEIVED and self._config.transfer_mode == "push"
-        self._tell(request.remote, link, only_bystanders=has_written)
+        self._tell(request.remote, engine, only_bystanders=has_written)
         self._stats.ended(end.value, request.error)
         if end is EndState.RECEIVED:
             return RequestEnd(end, None, ())
-        RequestLog(_log, request=request.id, peer=link.engine_id).warning(
+        _log.warning(
             "request %s from engine %s: %s: %s",
-            request.id, link.engine_id, end.value, str(request.error),
+            request.id, engine.engine_id, end.value, str(request.error),
+            extra={"request": request.id, "peer": engine.engine_id},
         )  # fmt: skip
         return RequestEnd(end, request.error, request.meta.blocks)
 
-    def _tell(self, hand_off: HandOff, link: Link, *, only_bystanders: bool = False) -> None:
-        """Let the producer's ranks know that this reader is done with the request.
+    def _tell(
+        self, remote: KVTransferParams, engine: RemoteEngine, *, only_bystanders: bool = False
+    ) -> None:
+        """Release a request at the producer's ranks, or at those that bytes do not come from.
 
-        Ranks that have written it know already; bystanders are those that nothing is got from.
+        Ranks that have written the request know already.
         """
-        if link.state is LinkState.CONNECTING:
-            self._releasing.append((hand_off, link))
+        if engine.state is RemoteEngineState.CONNECTING:
+            self._releasing.append((remote, engine))
             return
-        if link.state is LinkState.DEAD:
-            self._stats.count("releases_lost")  # its leases run out without us
+        if engine.state is RemoteEngineState.DEAD:
+            self._stats.count("releases_lost")  # its leases expire by themselves
             return
-        lease = hand_off.lease_token
-        entry = str(hand_off.remote_request_id), lease
-        for producer in link.producers:
+        entry = str(remote.remote_request_id), remote.lease_token
+        for producer in engine.ranks:
             if not (only_bystanders and producer.plans) and entry not in self._outbox[producer]:
                 self._outbox[producer].append(entry)
 
     def _flush_releases(self) -> None:
         releasing, self._releasing = self._releasing, []
-        for hand_off, link in releasing:
-            self._tell(hand_off, link)
+        for remote, engine in releasing:
+            self._tell(remote, engine)
         outbox, self._outbox = self._outbox, defaultdict(list)
         for producer, all_entries in outbox.items():
             for entries in _chunks(all_entries):
-                message = messages.Release(self._this.reader, entries)
+                message = messages.Release(self._ctx.identity, entries)
                 try:
-                    self._this.agent.notify(producer.peer, messages.encode(message))
+                    self._ctx.agent.notify(producer.peer, messages.encode(message))
                 except PynixlkvError as error:
-                    # The producer's leases run out without us.
                     _log.info("%s cannot be told of releases: %s", producer.peer.name, str(error))
                     self._stats.count("releases_lost")
 
     def has(self, request_id: str) -> bool:
-        """Whether a request is under way."""
+        """Whether a request is being received."""
         return request_id in self._requests
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not been reported."""
+        """Requests whose end has not been reported."""
         return len(self._requests)
+
+    @property
+    def num_lease_checks(self) -> int:
+        """Lease words that are being read."""
+        return len(self._words) - len(self._free_words)
 
 
 def _chunks(entries: list[_T]) -> list[list[_T]]:
@@ -723,14 +681,16 @@ def _chunks(entries: list[_T]) -> list[list[_T]]:
     return [entries[i : i + step] for i in range(0, len(entries), step)]
 
 
-def _held(request: _Request) -> Lease:
-    assert request.lease is not None  # a pull always has one: HandOff checks
+def _lease(request: _Request) -> Lease:
+    assert request.lease is not None  # KVTransferParams requires it for a pull
     return request.lease
 
 
-def _lost(link: Link, error: PynixlkvError) -> PeerLostError:
+def _lost(engine: RemoteEngine, error: PynixlkvError) -> PeerLostError:
     if isinstance(error, PeerLostError):
         return error
-    lost = PeerLostError(f"engine {link.engine_id!r} cannot be told: {error}", peer=link.engine_id)
+    lost = PeerLostError(
+        f"engine {engine.engine_id!r} cannot be told: {error}", peer=engine.engine_id
+    )
     lost.__cause__ = error
     return lost

@@ -1,7 +1,7 @@
-"""The scheduler half of a connector: what to fetch, what to keep, what to free.
+"""The scheduler half of a connector: what to fetch, what to hold, what to free.
 
-It knows requests and block numbers only. It lives where the engine's scheduler lives, one for each
-engine, and talks to the workers by one `ConnectorMetadata` per step and by what they report.
+It knows only requests and block numbers. Each engine has one, next to its scheduler. It talks to
+the workers through one `ConnectorMetadata` per step, and hears from them through their reports.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pynixlkv.connector.config import ConnectorConfig
 from pynixlkv.connector.leases import LeaseSlots
 from pynixlkv.connector.metadata import (
     ConnectorMetadata,
-    EngineShape,
-    HandOff,
+    KVTransferParams,
+    ParallelSizes,
     ReqMeta,
     RequestInfo,
 )
@@ -32,33 +32,34 @@ __all__ = ["ConnectorScheduler", "GroupSpec"]
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """How the block tables of one group of layers are to be read.
-
-    Parameters
-    ----------
-    block_size : int
-        Tokens that one block of a table stands for (all ranks' shares together, under context
-        parallelism); 0 for state, whose tables are not by position.
-    window : int, optional
-        Only the last so many tokens are ever attended to: blocks before them are neither kept
-        nor fetched.
-    null_block : int, optional
-        The block number that stands for "none" in front of a table.
-    """
+    """How to read the block tables of one group of layers."""
 
     block_size: int
+    """Tokens per block of a table (of all ranks together, under context parallelism); 0 for state,
+    whose tables are not by position."""
     window: int | None = None
+    """Number of last tokens that attention reaches; earlier blocks are neither held nor fetched."""
     null_block: int | None = None
+    """The block number that stands for "none" at the front of a table."""
 
 
 @dataclass
-class _Kept:
+class _Receiving:
+    host_blocks: BlockLists | None
+    is_aborted: bool = False
+
+
+@dataclass
+class _Held:
     lease: Lease
     host_blocks: BlockLists | None
 
 
 class ConnectorScheduler:
-    """Decides on behalf of one engine. Not thread-safe, never blocks.
+    """Decides for one engine. Not thread-safe; never blocks.
+
+    Its methods take `blocks`, all block tables of a request from position 0 on, one for each group,
+    and `num_computed_tokens`, the number of tokens from position 0 on whose KV is local.
 
     Parameters
     ----------
@@ -67,13 +68,13 @@ class ConnectorScheduler:
     groups : sequence of GroupSpec
         One for each group of the KV cache, in its order.
     address : tuple of (str, int)
-        Where other engines reach this one's `pynixlkv.handshake.Handshake`; may be set later.
-    shape : EngineShape
+        Where other engines reach this engine's `pynixlkv.handshake.Handshake`; may be set later.
+    parallel : ParallelSizes
         Sizes of the engine's parallel groups.
     config : ConnectorConfig
         Options.
     host_pool : HostBlockPool, optional
-        Host blocks to stage in, where device memory cannot be registered.
+        Host blocks for staging, where device memory cannot be registered.
     """
 
     def __init__(
@@ -82,82 +83,70 @@ class ConnectorScheduler:
         groups: Sequence[GroupSpec],
         *,
         address: tuple[str, int] | None = None,
-        shape: EngineShape | None = None,
+        parallel: ParallelSizes | None = None,
         config: ConnectorConfig | None = None,
         host_pool: HostBlockPool | None = None,
     ) -> None:
         self.engine_id = engine_id
         self.address = address
         self._groups = tuple(groups)
-        self._shape = shape or EngineShape()
+        self._parallel = parallel or ParallelSizes()
         self._config = config or ConnectorConfig()
         self._host_pool = host_pool
         self._block_sizes = tuple(group.block_size for group in self._groups)
         self._common_block = math.lcm(*(g.block_size for g in self._groups if g.block_size))
         self._slots = LeaseSlots(self._config.max_leases)
         self._next = ConnectorMetadata()
-        self._open: dict[str, HandOff] = {}  # to be fetched; nothing has been decided yet
-        self._receiving: dict[str, BlockLists | None] = {}  # and their host blocks
-        self._aborted: set[str] = set()  # still being received
-        self._settled: set[str] = set()  # fetched, or never to be
-        self._kept: dict[str, _Kept] = {}
+        self._open: dict[str, KVTransferParams] = {}  # nothing has been decided yet
+        self._receiving: dict[str, _Receiving] = {}
+        self._settled: set[str] = set()  # received, or not to be
+        self._held: dict[str, _Held] = {}
 
     # ---- consumer
 
     def on_new_request(self, request: RequestInfo) -> None:
-        """Take a request that has arrived: its producer is asked to keep it while it is queued."""
-        if request.hand_off.do_remote_prefill and self._is_open(request):
-            self._next.reqs_waiting[request.request_id] = request.hand_off
+        """Note that a request has arrived: its producer holds it while it is queued."""
+        if request.params.do_remote_prefill and self._is_open(request):
+            self._next.reqs_waiting[request.request_id] = request.params
 
     def _is_open(self, request: RequestInfo) -> bool:
         if request.request_id in self._settled or request.request_id in self._receiving:
             return False
         if request.request_id not in self._open:
-            if len(request.hand_off.blocks) not in (0, len(self._groups)):
+            if len(request.params.blocks) not in (0, len(self._groups)):
                 raise ConfigError(
                     f"request {request.request_id!r}: the producer has "
-                    f"{len(request.hand_off.blocks)} block tables, this engine "
+                    f"{len(request.params.blocks)} block tables, this engine "
                     f"{len(self._groups)} groups of layers"
                 )
-            if request.hand_off.transfer_mode != self._config.transfer_mode:
+            if request.params.transfer_mode != self._config.transfer_mode:
                 raise ConfigError(
                     f"request {request.request_id!r}: the producer is in "
-                    f"{request.hand_off.transfer_mode!r} mode, this engine in "
+                    f"{request.params.transfer_mode!r} mode, this engine in "
                     f"{self._config.transfer_mode!r} mode; use one transfer_mode on both sides"
                 )
-            self._open[request.request_id] = request.hand_off
+            self._open[request.request_id] = request.params
         return True
 
     def get_num_new_matched_tokens(
         self, request: RequestInfo, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens can be fetched beyond those that are here.
-
-        Parameters
-        ----------
-        request : RequestInfo
-            The request.
-        num_computed_tokens : int
-            Tokens, from position 0 on, whose KV is here already.
+        """Return how many tokens can be fetched beyond the local ones. Changes nothing.
 
         Returns
         -------
         num_tokens : int or None
-            Tokens that can be fetched; 0 if there are fewer host blocks to stage them in than they
-            need; None if these are in use: ask again later.
+            Tokens that can be fetched; 0 if the host pool is too small to stage them; None if its
+            blocks are in use: ask again later.
         is_async : bool
             Whether they arrive later.
 
         Raises
         ------
         ConfigError
-            If the hand-off does not fit this engine.
-
-        Notes
-        -----
-        Changes nothing, so that it may be called any number of times.
+            If the request's parameters do not fit this engine.
         """
-        if not request.hand_off.do_remote_prefill or not self._is_open(request):
+        if not request.params.do_remote_prefill or not self._is_open(request):
             return 0, False
         count = self._num_fetchable(request) - num_computed_tokens
         if count <= 0:
@@ -172,7 +161,7 @@ class ConnectorScheduler:
         return count, True
 
     def _num_fetchable(self, request: RequestInfo) -> int:
-        count, remote = request.num_prompt_tokens, request.hand_off.remote_num_tokens
+        count, remote = request.num_prompt_tokens, request.params.remote_num_tokens
         if remote is not None:
             count = min(count, remote)
         if not self._config.partial_blocks:
@@ -186,25 +175,12 @@ class ConnectorScheduler:
         num_computed_tokens: int,
         num_external_tokens: int,
     ) -> None:
-        """Fetch what was promised for a request whose blocks have been allocated.
+        """Fetch the promised tokens of a request whose blocks have been allocated.
 
-        Parameters
-        ----------
-        request : RequestInfo
-            The request.
-        blocks : tuple of tuple of int
-            All its block tables, from position 0 on, one for each group.
-        num_computed_tokens : int
-            Tokens whose KV was here before.
-        num_external_tokens : int
-            Tokens beyond these that are to be fetched, as `get_num_new_matched_tokens` said; 0 if
-            nothing is.
-
-        Notes
-        -----
-        Called again later for the same request, it changes nothing.
+        `num_external_tokens` is what `get_num_new_matched_tokens` returned. Later calls for the
+        same request have no effect.
         """
-        if not request.hand_off.do_remote_prefill or not self._is_open(request):
+        if not request.params.do_remote_prefill or not self._is_open(request):
             return
         request_id, remote = request.request_id, self._open[request.request_id]
         if num_external_tokens == 0:
@@ -223,11 +199,11 @@ class ConnectorScheduler:
         meta = replace(meta, remote=remote)
         del self._open[request_id]
         self._next.reqs_waiting.pop(request_id, None)
-        self._receiving[request_id] = meta.host_blocks
+        self._receiving[request_id] = _Receiving(meta.host_blocks)
         self._next.reqs_to_recv[request_id] = meta
 
     def _cut(self, blocks: BlockLists, begin: int, end: int) -> ReqMeta:
-        """Return the parts of block tables that positions from begin to end lie in."""
+        """Return the parts of block tables that cover positions from begin to end."""
         cuts = [
             cut_table(spec, table, begin, end)
             for spec, table in zip(self._groups, blocks, strict=True)
@@ -240,7 +216,7 @@ class ConnectorScheduler:
         )
 
     def _stage(self, meta: ReqMeta) -> ReqMeta | None:
-        """Return the same with host blocks, where there are any; None if too few are free."""
+        """Add host blocks if there is a host pool; return None if too few are free."""
         if self._host_pool is None:
             return meta
         counts = [len(table) for table in meta.blocks]
@@ -258,24 +234,24 @@ class ConnectorScheduler:
         *,
         is_complete: bool = True,
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Decide what becomes of the blocks of a request that has ended here.
+        """Decide what happens to the blocks of a request that has ended here.
 
         Parameters
         ----------
         request : RequestInfo
             The request.
         blocks : tuple of tuple of int
-            All its block tables, from position 0 on, one for each group.
+            Its block tables.
         num_computed_tokens : int
-            Tokens, from position 0 on, whose KV is in the blocks.
+            Tokens whose KV is in the blocks.
         is_complete : bool
-            Whether it ended as it should; False if it was aborted or failed.
+            False if it was aborted or failed.
 
         Returns
         -------
-        keeps : bool
-            Whether the blocks must be kept until the workers report the request as sent, or, if it
-            is being received, as received or failed.
+        delay_free : bool
+            Whether the blocks must stay until the workers report the request as sent or, if it is
+            being received, as received or failed.
         params : dict or None
             ``kv_transfer_params`` for the consumer, if it is handed over.
         """
@@ -283,24 +259,24 @@ class ConnectorScheduler:
         self._next.reqs_waiting.pop(request_id, None)
         if request_id in self._receiving:
             if self._next.reqs_to_recv.pop(request_id, None) is not None:
-                # The workers have not heard of it yet.
-                self._free_host(self._receiving.pop(request_id))
-                self._next.reqs_to_release[request_id] = request.hand_off
+                # The workers do not know of it yet.
+                self._free_host(self._receiving.pop(request_id).host_blocks)
+                self._next.reqs_to_release[request_id] = request.params
                 return False, None
             self._next.reqs_to_abort.add(request_id)
-            self._aborted.add(request_id)
+            self._receiving[request_id].is_aborted = True
             return True, None
         self._open.pop(request_id, None)
         if request_id in self._settled:
             self._settled.remove(request_id)
-        elif request.hand_off.do_remote_prefill:
+        elif request.params.do_remote_prefill:
             # Rejected or aborted before anything was fetched.
-            self._next.reqs_to_release[request_id] = request.hand_off
-        if not request.hand_off.do_remote_decode:
+            self._next.reqs_to_release[request_id] = request.params
+        if not request.params.do_remote_decode:
             return False, None
         self._next.reqs_to_save.pop(request_id, None)
         if not is_complete:
-            self._next.reqs_not_sent[request_id] = "the producer gave the request up"
+            self._next.reqs_not_held[request_id] = "the producer gave the request up"
             return False, None
         return self._hand_over(request, blocks, num_computed_tokens)
 
@@ -310,21 +286,21 @@ class ConnectorScheduler:
         if not self._config.partial_blocks:
             num_tokens -= num_tokens % self._common_block
         if num_tokens == 0:
-            return self._refuse(request, "there is nothing to hand over")
+            return self._not_held(request, "there is nothing to hand over")
         if self.address is None:
             raise ConfigError("the scheduler's address is not set; hand-offs need to name it")
         cut = self._cut(blocks, 0, num_tokens)
         if not self._slots.num_free:
-            return self._refuse(request, "all leases of the producer are taken")
+            return self._not_held(request, "all leases of the producer are taken")
         staged = self._stage(cut)
         lease = self._slots.take() if staged is not None else None
         if staged is None or lease is None:
-            return self._refuse(request, "the producer's host blocks are all in use")
-        group = request.hand_off.sibling_group
+            return self._not_held(request, "the producer's host blocks are all in use")
+        group = request.params.sibling_group
         meta = replace(staged, lease=lease, sibling_group=group)
-        self._kept[request.request_id] = _Kept(lease, meta.host_blocks)
+        self._held[request.request_id] = _Held(lease, meta.host_blocks)
         self._next.reqs_to_send[request.request_id] = meta
-        params = HandOff(
+        params = KVTransferParams(
             do_remote_prefill=True,
             remote_engine_id=self.engine_id,
             remote_request_id=request.request_id,
@@ -334,9 +310,9 @@ class ConnectorScheduler:
             remote_starts=meta.starts,
             remote_block_sizes=meta.block_sizes,
             remote_num_tokens=num_tokens,
-            tp_size=self._shape.tp,
-            pp_size=self._shape.pp,
-            dcp_size=self._shape.dcp,
+            tp_size=self._parallel.tp,
+            pp_size=self._parallel.pp,
+            dcp_size=self._parallel.dcp,
             lease=str(lease),
             lease_duration=self._config.lease_duration,
             transfer_mode=self._config.transfer_mode,
@@ -344,40 +320,27 @@ class ConnectorScheduler:
         )
         return True, params.to_dict()
 
-    def _refuse(self, request: RequestInfo, why: str) -> tuple[bool, None]:
-        self._next.reqs_not_sent[request.request_id] = why
+    def _not_held(self, request: RequestInfo, why: str) -> tuple[bool, None]:
+        self._next.reqs_not_held[request.request_id] = why
         return False, None
 
     def save(self, request: RequestInfo, blocks: BlockLists, num_computed_tokens: int) -> None:
-        """Have the layers of a request that runs in this step pushed as they finish.
+        """Push the layers of a request that runs in this step as they finish.
 
-        Parameters
-        ----------
-        request : RequestInfo
-            The request.
-        blocks : tuple of tuple of int
-            All its block tables, from position 0 on.
-        num_computed_tokens : int
-            Tokens whose KV will be in the blocks after the step.
+        `num_computed_tokens` includes the tokens of the step.
         """
         if (
-            request.hand_off.do_remote_decode
+            request.params.do_remote_decode
             and self._config.transfer_mode == "push"
-            and self._host_pool is None  # what is staged goes out when it is whole
+            and self._host_pool is None  # a staged request is sent when it is complete
         ):
             self._next.reqs_to_save[request.request_id] = self._cut(blocks, 0, num_computed_tokens)
 
     def request_preempted(self, request_id: str) -> None:
-        """Take notice that the blocks of a request that runs have been taken away.
+        """Note that the blocks of a running request have been taken away.
 
-        Layers of it that were pushed as they finished are pushed again, when they have been
-        computed again. Call it before `build_connector_meta` of the step in which the blocks may
-        have a new use.
-
-        Parameters
-        ----------
-        request_id : str
-            The request.
+        Layers that were pushed are pushed again once they have been recomputed. Call it before
+        `build_connector_meta` of the step in which the blocks may have a new use.
         """
         self._next.reqs_to_save.pop(request_id, None)
         self._next.reqs_preempted.add(request_id)
@@ -385,7 +348,7 @@ class ConnectorScheduler:
     # ---- each step
 
     def build_connector_meta(self) -> ConnectorMetadata:
-        """Return the message to the workers for this step, and begin the next one."""
+        """Return the message to the workers for this step, and start the next one."""
         built, self._next = self._next, ConnectorMetadata()
         return built
 
@@ -396,24 +359,17 @@ class ConnectorScheduler:
         received: set[str] | frozenset[str] = frozenset(),
         failed: set[str] | frozenset[str] | Mapping[str, object] = frozenset(),
     ) -> None:
-        """Take what all workers of the engine have reported.
-
-        Parameters
-        ----------
-        sent, received, failed : set of str
-            As in `Finished`: `sent` when every worker has reported it.
-        """
+        """Take reports of `Finished`; a request is `sent` once every worker has reported it."""
         for request_id in sent:
-            kept = self._kept.pop(request_id, None)
-            if kept is not None:
-                self._slots.give_back(kept.lease)
-                self._free_host(kept.host_blocks)
+            held = self._held.pop(request_id, None)
+            if held is not None:
+                self._slots.give_back(held.lease)
+                self._free_host(held.host_blocks)
         for request_id in (*received, *failed):
-            if request_id in self._receiving:
-                self._free_host(self._receiving.pop(request_id))
-                if request_id in self._aborted:
-                    self._aborted.remove(request_id)  # nothing is asked of it any more
-                else:
+            receiving = self._receiving.pop(request_id, None)
+            if receiving is not None:
+                self._free_host(receiving.host_blocks)
+                if not receiving.is_aborted:  # otherwise the engine has forgotten it
                     self._settled.add(request_id)
 
     def _free_host(self, blocks: BlockLists | None) -> None:
@@ -421,14 +377,24 @@ class ConnectorScheduler:
             self._host_pool.free(blocks)
 
     @property
-    def num_kept(self) -> int:
-        """Requests that are kept for consumers."""
-        return len(self._kept)
+    def num_held(self) -> int:
+        """Requests that are held for consumers."""
+        return len(self._held)
 
     @property
     def num_receiving(self) -> int:
         """Requests that are being received."""
         return len(self._receiving)
+
+    @property
+    def num_free_leases(self) -> int:
+        """Requests that can be held in addition."""
+        return self._slots.num_free
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are remembered for any reason."""
+        return len({*self._open, *self._receiving, *self._settled, *self._held})
 
 
 def _ceil(tokens: int, spec: GroupSpec) -> int:
@@ -436,36 +402,14 @@ def _ceil(tokens: int, spec: GroupSpec) -> int:
 
 
 def _num_blocks(spec: GroupSpec, begin: int, end: int) -> int:
-    """Return how many blocks `cut_table` gives at most."""
+    """Return the largest number of blocks that `cut_table` returns."""
     return _ceil(end, spec) - begin // spec.block_size if spec.block_size else 1
 
 
 def cut_table(
     spec: GroupSpec, table: Sequence[int], begin: int, end: int
 ) -> tuple[tuple[int, ...], int]:
-    """Return the part of a block table that holds positions from `begin` to `end`.
-
-    Parameters
-    ----------
-    spec : GroupSpec
-        The table's group.
-    table : sequence of int
-        Blocks from position 0 on; "none" in front where nothing is kept.
-    begin, end : int
-        Token positions.
-
-    Returns
-    -------
-    blocks : tuple of int
-        The part.
-    start : int
-        Position of its first block, a multiple of the block size.
-
-    Raises
-    ------
-    ConfigError
-        If the table is too short, or has no block where there must be one.
-    """
+    """Return the part of a block table that covers positions, and that of its first block."""
     if spec.block_size == 0:
         return tuple(table), 0
     if spec.window is not None:

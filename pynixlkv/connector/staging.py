@@ -1,25 +1,33 @@
-"""Host staging: where device memory cannot be registered, blocks go through host memory.
+"""Host staging: where device memory cannot be registered, blocks pass through host memory.
 
-The producer copies its device blocks to host blocks, which the consumer reads; the consumer reads
-into host blocks and copies those to its device blocks. Which host blocks a request gets is decided
-by the `HostBlockPool` beside the engine's scheduler; the copies are started by the `HostStaging` in
-each worker, through a copy function that the engine gives, and run beside everything else: each has
-a `Fence`. `HostStaging` knows which host blocks hold, whole, what their device blocks hold now.
+The producer copies device blocks to host blocks, which the consumer reads; the consumer reads into
+host blocks and copies them to its device blocks. The `HostBlockPool` beside the engine's scheduler
+chooses the host blocks of a request. The `HostStaging` of each worker starts the copies, through a
+copy function of the engine, and tracks which host blocks hold the current contents of their device
+blocks. Copies run in the background; each has a `DeviceEvent`.
+
+`make_host_tensors` and `TensorCopy` are for engines without a copy function of their own.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from pynixlkv.connector.fences import Fence, has_ended
-from pynixlkv.connector.hostpool import HostBlockPool
-from pynixlkv.errors import ConfigError, NotStagedError, PlanError, StateError
+from pynixlkv.errors import (
+    ConfigError,
+    LayoutError,
+    NotStagedError,
+    PlanError,
+    PoolExhausted,
+    StateError,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -27,11 +35,14 @@ if TYPE_CHECKING:
     from pynixlkv.geometry import Group, KVCache
 
 __all__ = [
+    "COMPLETED",
     "CopyFunction",
+    "DeviceEvent",
     "Direction",
-    "Fence",
     "HostBlockPool",
     "HostStaging",
+    "TensorCopy",
+    "make_host_tensors",
 ]
 
 Direction: TypeAlias = Literal["d2h", "h2d"]
@@ -40,44 +51,165 @@ Direction: TypeAlias = Literal["d2h", "h2d"]
 _NO_BLOCK = -1
 
 
+# ---- events
+
+
+class DeviceEvent(Protocol):
+    """Completes after earlier work of a device; a recorded ``torch.cuda.Event`` is one."""
+
+    def query(self) -> bool:
+        """Return whether the work has completed; raise if it has failed. Does not block."""
+        ...
+
+
+class _Completed:
+    def query(self) -> bool:
+        return True
+
+
+COMPLETED: DeviceEvent = _Completed()
+"""An event that has already completed."""
+
+
+def has_completed(event: DeviceEvent) -> bool:
+    """Return whether the work of an event is over, whether it succeeded or failed."""
+    try:
+        return bool(event.query())
+    except Exception:
+        return True
+
+
+# ---- the scheduler's side
+
+
+class HostBlockPool:
+    """Hands out host blocks: all that are requested, or none. Thread-safe.
+
+    It holds no memory: all workers of the engine use its block numbers in their own host caches.
+    Methods take `counts`, how many blocks of each group, or `blocks`, their numbers by group.
+
+    Parameters
+    ----------
+    num_blocks : sequence of int
+        Blocks of the host cache, for each group of layers.
+
+    Raises
+    ------
+    ConfigError
+        If there is no group, or a group without blocks; by methods, if the groups do not fit.
+    """
+
+    def __init__(self, num_blocks: Sequence[int]) -> None:
+        if not num_blocks or min(num_blocks) < 1:
+            raise ConfigError(f"num_blocks is {num_blocks}; expected at least 1 for each group")
+        self._sizes = tuple(num_blocks)
+        self._free = [list(range(count - 1, -1, -1)) for count in num_blocks]
+        self._used: list[set[int]] = [set() for _ in num_blocks]
+        self._lock = threading.Lock()
+
+    @property
+    def num_free(self) -> tuple[int, ...]:
+        """Free blocks of each group."""
+        with self._lock:
+            return tuple(map(len, self._free))
+
+    def can_hold(self, counts: Sequence[int]) -> bool:
+        """Return whether `allocate` could succeed if all blocks were free."""
+        return all(c <= size for c, size in zip(self._checked(counts), self._sizes, strict=True))
+
+    def has_free(self, counts: Sequence[int]) -> bool:
+        """Return whether `allocate` would succeed now."""
+        return all(c <= free for c, free in zip(self._checked(counts), self.num_free, strict=True))
+
+    def allocate(self, counts: Sequence[int]) -> BlockLists:
+        """Take blocks; raise `PoolExhausted`, and take none, if too few are free. Does not wait."""
+        counts = self._checked(counts)
+        with self._lock:
+            num_free = tuple(map(len, self._free))
+            if any(count > free for count, free in zip(counts, num_free, strict=True)):
+                raise PoolExhausted(
+                    f"{counts} host blocks by group are not free: {num_free} are, of "
+                    f"{self._sizes}; free some, or make the host cache larger"
+                )
+            return tuple(self._take(group, count) for group, count in enumerate(counts))
+
+    def free(self, blocks: BlockLists) -> None:
+        """Give blocks back, in which no bytes may be moving.
+
+        Raises
+        ------
+        StateError
+            If one of them is not allocated, or appears twice; nothing is freed.
+        """
+        self._checked([len(table) for table in blocks])
+        with self._lock:
+            for group, (table, used) in enumerate(zip(blocks, self._used, strict=True)):
+                if not used.issuperset(table) or len(set(table)) < len(table):
+                    wrong = sorted({b for b in table if b not in used or table.count(b) > 1})
+                    raise StateError(
+                        f"host blocks {wrong[:8]} of group {group} are freed twice, or were never "
+                        "allocated"
+                    )
+            for table, used, free in zip(blocks, self._used, self._free, strict=True):
+                used.difference_update(table)
+                free.extend(reversed(table))
+
+    def _checked(self, counts: Sequence[int]) -> tuple[int, ...]:
+        if len(counts) != len(self._sizes) or (counts and min(counts) < 0):
+            raise ConfigError(
+                f"counts of blocks are {list(counts)}; expected {len(self._sizes)} of at least 0"
+            )
+        return tuple(counts)
+
+    def _take(self, group: int, count: int) -> tuple[int, ...]:
+        free = self._free[group]
+        taken = tuple(free[len(free) - count :][::-1])  # ascending while the pool is fresh
+        del free[len(free) - count :]
+        self._used[group].update(taken)
+        return taken
+
+
+# ---- the workers' side
+
+
 class CopyFunction(Protocol):
     """Starts the copies of some blocks, of all layers."""
 
     def __call__(
         self, direction: Direction, device_blocks: BlockLists, host_blocks: BlockLists
-    ) -> Fence:
-        """Start copying block i of each table to or from block i of the other; do not wait."""
+    ) -> DeviceEvent:
+        """Start to copy block i of each table to or from block i of the other; do not wait."""
         ...
 
 
 class _Copy:
-    """A copy that has been asked for: a `Fence` from before the engine's own is there."""
+    """A requested copy: a `DeviceEvent` that exists before the copy function has returned one."""
 
     def __init__(self) -> None:
-        self._fence: Fence | None = None
+        self._event: DeviceEvent | None = None
         self._error: Exception | None = None
 
     def start(self, copy: CopyFunction, direction: Direction, *tables: BlockLists) -> None:
         try:
-            self._fence = copy(direction, *tables)
+            self._event = copy(direction, *tables)
         except Exception as error:
             self._error = error
             raise
 
-    def done(self) -> bool:
+    def query(self) -> bool:
         if self._error is not None:
             raise self._error
-        return self._fence is not None and self._fence.done()
+        return self._event is not None and self._event.query()
 
 
 class _Group:
-    """What is known of the blocks of one group."""
+    """The state of the blocks of one group."""
 
     def __init__(self, name: str, num_device: int, num_host: int) -> None:
         self.name = name
-        # How often each device block was written, as far as we were told.
+        # How often each device block was written, as far as reported.
         self.version: NDArray[np.int64] = np.zeros(num_device, np.int64)
-        # For each host block: what was staged in it, which version of it, and the last copy.
+        # For each host block: its device block, which version of it is staged, the last copy.
         self.source: NDArray[np.int64] = np.full(num_host, _NO_BLOCK, np.int64)
         self.staged: NDArray[np.int64] = np.zeros(num_host, np.int64)
         self.copies: NDArray[np.object_] = np.full(num_host, None, np.object_)
@@ -99,21 +231,21 @@ def _kind(group: Group) -> tuple[object, ...]:
     return (*kind, group.has_values, group.tp, group.dcp, group.interleave, group.layers)
 
 
-def _refuse(group: _Group, ids: NDArray[np.intp], why: str) -> None:
+def _reject(group: _Group, ids: NDArray[np.intp], why: str) -> None:
     if ids.size:
         raise NotStagedError(f"host blocks {ids[:8].tolist()} of group {group.name!r} {why}")
 
 
 class HostStaging:
-    """Copies blocks between a device cache and a host cache, and knows what is staged.
+    """Copies blocks between a device cache and a host cache, and tracks what is staged.
 
     Parameters
     ----------
     device_cache : KVCache
         The engine's own.
     host_cache : KVCache
-        Same groups and layout in host memory, with its own numbers of blocks; this one is
-        registered and read or written by peers. See `pynixlkv.connector.hostcopy`.
+        Same groups and layout in host memory, with its own numbers of blocks; peers read and write
+        this one. See `make_host_tensors`.
     copy : CopyFunction
         Starts copies; must not wait for them.
 
@@ -121,11 +253,13 @@ class HostStaging:
     ------
     ConfigError
         If the caches do not have the same groups.
+    PlanError
+        By methods, if the block numbers of each group do not fit each other or the caches.
 
     Notes
     -----
-    Thread-safe. Nothing waits for a copy. Whoever writes device blocks that may be staged says so
-    with `mark_written`.
+    Thread-safe; no method waits for a copy. Call `mark_written` when device blocks that may be
+    staged are overwritten.
     """
 
     def __init__(self, device_cache: KVCache, host_cache: KVCache, copy: CopyFunction) -> None:
@@ -144,99 +278,61 @@ class HostStaging:
             for mine, theirs in zip(device, host, strict=True)
         ]
 
-    def stage_out(self, device_blocks: BlockLists, host_blocks: BlockLists) -> Fence:
-        """Start to copy device blocks to host blocks, to be sent from there.
-
-        Parameters
-        ----------
-        device_blocks, host_blocks : tuple of tuple of int
-            Block numbers for each group; block i goes to block i.
+    def stage_out(self, device_blocks: BlockLists, host_blocks: BlockLists) -> DeviceEvent:
+        """Start to copy device blocks to host blocks, block i to block i, to be sent from there.
 
         Returns
         -------
-        Fence
-            Once it is done, and as long as nobody writes the device blocks, the host blocks pass
-            `check_staged`.
+        DeviceEvent
+            Once it has completed, the host blocks pass `check_staged` until their device blocks
+            are overwritten.
 
         Raises
         ------
-        PlanError
-            If the tables do not fit each other or the caches.
         StateError
-            If another copy into or out of one of the host blocks has not ended.
+            If an earlier copy into or out of one of the host blocks has not ended.
         """
         return self._start("d2h", device_blocks, host_blocks)
 
-    def stage_in(self, host_blocks: BlockLists, device_blocks: BlockLists) -> Fence:
-        """Start to copy host blocks that were received to device blocks.
+    def stage_in(self, host_blocks: BlockLists, device_blocks: BlockLists) -> DeviceEvent:
+        """Start to copy received host blocks to device blocks, block i to block i.
 
-        Parameters
-        ----------
-        host_blocks, device_blocks : tuple of tuple of int
-            Block numbers for each group; block i goes to block i.
-
-        Returns
-        -------
-        Fence
-            The host blocks must not be freed before it is done.
-
-        Raises
-        ------
-        PlanError, StateError
-            As in `stage_out`.
+        The host blocks must not be freed before the event has completed. Raises as `stage_out`.
         """
         return self._start("h2d", device_blocks, host_blocks)
 
     def mark_written(self, device_blocks: BlockLists) -> None:
-        """Say that device blocks are being written: what was staged of them before is stale.
-
-        Parameters
-        ----------
-        device_blocks : tuple of tuple of int
-            Block numbers for each group.
-
-        Raises
-        ------
-        PlanError
-            If they do not fit the cache.
-        """
+        """Note that device blocks are overwritten: their staged copies are stale."""
         with self._lock:
             for group, table in self._pairs(device_blocks):
                 group.version[group.check("device", table, group.version.size)] += 1
 
     def check_staged(self, host_blocks: BlockLists) -> None:
-        """Make sure that host blocks hold what their device blocks hold.
-
-        Parameters
-        ----------
-        host_blocks : tuple of tuple of int
-            Block numbers for each group.
+        """Verify that host blocks hold the current contents of their device blocks.
 
         Raises
         ------
         NotStagedError
-            If a block was never staged, its copy has not ended or has failed, or its device block
-            was written after the copy was started; says which.
-        PlanError
-            If they do not fit the cache.
+            If a block was never staged, its copy has not completed or has failed, or its device
+            block was overwritten after the copy was started; names it.
         """
         with self._lock:
             for group, table in self._pairs(host_blocks):
                 ids = group.check("host", table, group.source.size)
                 source = group.source[ids]
-                _refuse(group, ids[source == _NO_BLOCK], "were never staged")
+                _reject(group, ids[source == _NO_BLOCK], "were never staged")
                 stale = group.staged[ids] != group.version[source]
-                _refuse(group, ids[stale], "are older than their device blocks; stage them again")
+                _reject(group, ids[stale], "are older than their device blocks; stage them again")
                 for copy in set(group.copies[ids].tolist()):
                     try:
-                        is_done = copy.done()
+                        is_done = copy.query()
                     except Exception as error:
                         raise NotStagedError(
                             f"the copy to host blocks of group {group.name!r} failed: {error}"
                         ) from error
                     if not is_done:
                         waiting = ids[group.copies[ids] == copy]
-                        _refuse(group, waiting, "are still being copied; wait for the fence")
+                        _reject(group, waiting, "are still being copied; wait for the event")
 
     def _pairs(self, blocks: BlockLists) -> list[tuple[_Group, Sequence[int]]]:
         if len(blocks) != len(self._groups):
@@ -245,7 +341,7 @@ class HostStaging:
 
     def _start(
         self, direction: Direction, device_blocks: BlockLists, host_blocks: BlockLists
-    ) -> Fence:
+    ) -> DeviceEvent:
         copy = _Copy()
         with self._lock:
             tables = []
@@ -260,11 +356,11 @@ class HostStaging:
                         f"group {group.name!r}: {device.size} device blocks and {host.size} host "
                         "blocks; expected equal numbers, and each block that is written once"
                     )
-                busy = [c for c in set(group.copies[host].tolist()) if c and not has_ended(c)]
+                busy = [c for c in set(group.copies[host].tolist()) if c and not has_completed(c)]
                 if busy:
                     raise StateError(
                         f"a copy of some of the host blocks {host[:8].tolist()} of group "
-                        f"{group.name!r} has not ended; wait for its fence before they are reused"
+                        f"{group.name!r} has not ended; wait for its event before they are reused"
                     )
                 tables.append((group, device, host))
             for group, device, host in tables:
@@ -276,3 +372,114 @@ class HostStaging:
                     group.version[device] += 1
         copy.start(self._copy, direction, device_blocks, host_blocks)
         return copy
+
+
+# ---- tensors of the CPU
+
+
+def make_host_tensors(tensors: Mapping[str, Any], *, axes: str, num_blocks: int) -> dict[str, Any]:
+    """Make host tensors like those of a device, with another number of blocks.
+
+    Parameters
+    ----------
+    tensors : mapping of str to tensor or pair of tensors
+        Of one group of layers, as `pynixlkv.geometry.KVCache.from_tensors` takes them.
+    axes : str
+        The dimensions of each tensor, one letter each, ``B`` for the block; or ``"MLA"``.
+    num_blocks : int
+        Blocks of the host tensors, at least 1.
+
+    Returns
+    -------
+    dict of str to tensor or pair of tensors
+        Same names, types and order of dimensions in memory, without gaps, all zero. Torch tensors
+        for torch tensors, in pinned memory if torch has CUDA; numpy arrays otherwise.
+
+    Raises
+    ------
+    LayoutError
+        If `axes` does not say which dimension is the block, or `num_blocks` is below 1.
+    """
+    if num_blocks < 1:
+        raise LayoutError(f"num_blocks is {num_blocks}; expected at least 1")
+    return {
+        name: tuple(_make_like(each, axes, num_blocks) for each in value)
+        if isinstance(value, (tuple, list))
+        else _make_like(value, axes, num_blocks)
+        for name, value in tensors.items()
+    }
+
+
+def _make_like(tensor: Any, axes: str, num_blocks: int) -> Any:  # noqa: ANN401
+    shape = list(tensor.shape)
+    shape[_block_dim(axes, tensor)] = num_blocks
+    torch = sys.modules.get("torch")
+    is_torch = torch is not None and isinstance(tensor, torch.Tensor)
+    strides = tensor.stride() if is_torch else tensor.strides
+    order = sorted(range(len(shape)), key=lambda dim: -abs(strides[dim]))
+    ordered, back = [shape[dim] for dim in order], np.argsort(order).tolist()
+    if torch is not None and is_torch:
+        pinned = torch.cuda.is_available()
+        made = torch.zeros(ordered, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+        return made.permute(back)
+    return np.zeros(ordered, tensor.dtype).transpose(back)
+
+
+def _block_dim(axes: str, tensor: Any) -> int:  # noqa: ANN401
+    letters = "BND" if axes == "MLA" else axes
+    if "B" not in letters or len(letters) != len(tensor.shape):
+        raise LayoutError(
+            f"axes {axes!r} for a tensor of shape {tuple(tensor.shape)}; expected one letter for "
+            "each dimension, B among them"
+        )
+    return letters.index("B")
+
+
+class TensorCopy:
+    """A synchronous `CopyFunction` for numpy arrays and torch tensors that the CPU can address.
+
+    Parameters
+    ----------
+    *groups : tuple of (mapping, mapping, str)
+        For each group of layers, in the cache's order: its device tensors, the host tensors of the
+        same names, and the `axes` of both, as in `make_host_tensors`.
+
+    Raises
+    ------
+    LayoutError
+        If the tensors of a group do not have the same names, or are not in the CPU's memory.
+    """
+
+    def __init__(self, *groups: tuple[Mapping[str, Any], Mapping[str, Any], str]) -> None:
+        self._groups = []
+        for device, host, axes in groups:
+            if device.keys() != host.keys():
+                raise LayoutError(f"tensors {sorted(device)} and {sorted(host)} are not the same")
+            pairs = zip(_by_block(device, axes), _by_block(host, axes), strict=True)
+            self._groups.append(list(pairs))
+
+    def __call__(
+        self, direction: Direction, device_blocks: BlockLists, host_blocks: BlockLists
+    ) -> DeviceEvent:
+        """Copy blocks."""
+        for pairs, mine, theirs in zip(self._groups, device_blocks, host_blocks, strict=True):
+            here, there = np.asarray(mine, np.intp), np.asarray(theirs, np.intp)
+            for device, host in pairs:
+                if direction == "d2h":
+                    host[there] = device[here]
+                else:
+                    device[here] = host[there]
+        return COMPLETED
+
+
+def _by_block(tensors: Mapping[str, Any], axes: str) -> Iterator[Any]:
+    """Yield a view of each tensor whose first dimension is the block, in the order of names."""
+    for name in sorted(tensors):
+        value: Sequence[Any] | Any = tensors[name]
+        for tensor in value if isinstance(value, (tuple, list)) else (value,):
+            if str(getattr(tensor, "device", "cpu")) != "cpu":
+                raise LayoutError(f"tensor {name!r} is on {tensor.device}; expected the CPU")
+            block = _block_dim(axes, tensor)
+            rest = [dim for dim in range(len(tensor.shape)) if dim != block]
+            is_numpy = isinstance(tensor, np.ndarray)
+            yield tensor.transpose(block, *rest) if is_numpy else tensor.permute(block, *rest)

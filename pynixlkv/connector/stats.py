@@ -1,77 +1,77 @@
 """What a connector counts: transfers, bytes, times, failures, leases, peers, odd notifications.
 
-Each worker has a `ConnectorStats` and tells it what happens. A `StatsSnapshot` of it is plain data:
-it can be sent to another process, added to those of other workers, described to people, or exported
-to Prometheus by a `StatsCollector`.
+Each worker has a `ConnectorStats`. A `StatsSnapshot` of it is plain data: it can be sent to another
+process, added to those of other workers, described to people, or exported by `PrometheusMetrics`.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from prometheus_client.metrics_core import Metric
-    from prometheus_client.registry import Collector
+    from collections.abc import Callable, Sequence
 
     from pynixlkv.agent import Transfer, TransferResult
-else:
-    Collector = object  # Prometheus asks for nothing but the method
 
 __all__ = [
     "BUCKET_BOUNDS_S",
     "ConnectorStats",
-    "Event",
-    "StatsCollector",
+    "EventName",
+    "PrometheusMetrics",
     "StatsSnapshot",
     "TimeHistogram",
 ]
 
 BUCKET_BOUNDS_S: tuple[float, ...] = tuple(2.0**i * 1e-6 for i in range(28))
-"""Upper ends of the buckets of every histogram: powers of two from 1 µs to 134 s."""
+"""Upper bounds of the buckets of every histogram: powers of two from 1 µs to 134 s."""
 
-Event: TypeAlias = Literal[
+EventName: TypeAlias = Literal[
     "attach_failures",
     "duplicate_notifications",
     "early_notifications",
     "errors",
     "foreign_notifications",
     "late_notifications",
+    "pauses",
     "peers_lost",
     "releases_lost",
     "unanswered_notifications",
 ]
-"""What is counted by name. Notifications: of something seen before, of a request that is not known
-yet, of nothing that a connector sends, of a request that is over, and those that could not be
-answered. Errors are defects: what was not expected to fail did."""
+"""What is counted by name:
+
+=========================== ====================================================
+``attach_failures``         consumers that could not be connected
+``duplicate_notifications`` repeated messages
+``early_notifications``     messages about requests that are not known yet
+``errors``                  defects: a command of the connector raised
+``foreign_notifications``   bytes that no connector sends
+``late_notifications``      messages about requests that are over
+``pauses``                  times that this process was stopped or starved
+``peers_lost``              producers that died while requests needed them
+``releases_lost``           releases that could not be sent; the lease expires
+``unanswered_notifications`` messages that could not be answered
+=========================== ====================================================
+"""
 
 _NUM_BUCKETS = len(BUCKET_BOUNDS_S) + 1
 
 
 class TimeHistogram(msgspec.Struct):
-    """How often something took how long.
-
-    Parameters
-    ----------
-    counts : list of int
-        By bucket: the bucket's values are at most its `BUCKET_BOUNDS_S`, and above the one before;
-        one more bucket at the end for all above.
-    sum_s : float
-        Sum of the values in seconds.
-    """
+    """A histogram of durations."""
 
     counts: list[int] = msgspec.field(default_factory=lambda: [0] * _NUM_BUCKETS)
+    """Values by bucket. A value is at most the bound of its bucket in `BUCKET_BOUNDS_S`; one more
+    bucket takes the values above the last bound."""
     sum_s: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count a value in seconds; below 0 counts as 0."""
+        """Count a value in seconds; a negative one counts as 0."""
         seconds = max(seconds, 0.0)
-        # frexp is the exponent of the power of two that is above; exact powers belong below.
+        # frexp gives the exponent of the next power of two; exact powers belong to the one below.
         mantissa, exponent = math.frexp(seconds * 1e6)
         bucket = exponent - 1 if mantissa == 0.5 else exponent
         self.counts[min(max(bucket, 0), _NUM_BUCKETS - 1)] += 1
@@ -83,18 +83,10 @@ class TimeHistogram(msgspec.Struct):
         return sum(self.counts)
 
     def quantile(self, share: float) -> float:
-        """Return an upper bound of a quantile.
+        """Return an upper bound of a quantile, in seconds.
 
-        Parameters
-        ----------
-        share : float
-            Share of the values that lie at or below it, 0 to 1.
-
-        Returns
-        -------
-        float
-            Seconds, at most twice the true quantile above 1 µs; ``inf`` above the last bound, 0.0
-            without values.
+        It is at most twice the true quantile above 1 µs; ``inf`` above the last bound, 0.0 without
+        values.
         """
         if not self.count:
             return 0.0
@@ -111,62 +103,47 @@ class TimeHistogram(msgspec.Struct):
 
 
 class StatsSnapshot(msgspec.Struct):
-    """Counts of one or several connectors; ``a + b`` adds those of different workers.
-
-    Parameters
-    ----------
-    transfers, bytes, descriptors : int
-        Transfers that ended well, and what they moved.
-    plan, post, transfer : TimeHistogram
-        Time that they spent on turning block tables into rows, in the library's post calls, and
-        from the call to the end.
-    transfer_failures : dict of str to int
-        Transfers that did not end well, by their end: ``"timed_out"``, ``"peer_lost"``, ….
-    ends : dict of str to int
-        Requests that were to be received, by their end: ``"received"``, ``"failed"``, ….
-    failures : dict of str to int
-        Those that failed, by the class of the error.
-    leases : dict of str to int
-        Leases that are over, by reason: ``"released"``, ``"expired"`` or ``"failed"``.
-    events : dict of str to int
-        What else happened, by `Event`.
-    live_leases, peers : int
-        Leases and peers at the moment of the snapshot.
-    """
+    """Counts of one or several connectors; ``a + b`` adds those of different workers."""
 
     transfers: int = 0
+    """Successful transfers."""
     bytes: int = 0
     descriptors: int = 0
     plan: TimeHistogram = msgspec.field(default_factory=TimeHistogram)
+    """Time that successful transfers spent on turning block tables into descriptors."""
     post: TimeHistogram = msgspec.field(default_factory=TimeHistogram)
+    """Time that they spent in the library's post calls."""
     transfer: TimeHistogram = msgspec.field(default_factory=TimeHistogram)
+    """Time from the call to the end."""
     transfer_failures: dict[str, int] = {}
+    """Other transfers, by their end: ``"timed_out"``, ``"peer_lost"``, …."""
     ends: dict[str, int] = {}
+    """Requests that were to be received, by their end: ``"received"``, ``"failed"``, …."""
     failures: dict[str, int] = {}
+    """Failed requests, by the class of the error."""
     leases: dict[str, int] = {}
+    """Leases that are over, by reason: ``"released"``, ``"expired"`` or ``"failed"``."""
     events: dict[str, int] = {}
+    """Other events, by `EventName`."""
     live_leases: int = 0
+    """Like the following: at the moment of the snapshot."""
     peers: int = 0
+    """Connected producers."""
+    receiving: int = 0
+    """Requests that are being received."""
+    lease_checks: int = 0
+    """Lease words that are being read."""
+    pushes: int = 0
+    """Pushes that are not answered."""
+    consumers: int = 0
+    """Connected ranks of consumers."""
 
     def __add__(self, other: StatsSnapshot) -> StatsSnapshot:
-        return StatsSnapshot(
-            transfers=self.transfers + other.transfers,
-            bytes=self.bytes + other.bytes,
-            descriptors=self.descriptors + other.descriptors,
-            plan=self.plan + other.plan,
-            post=self.post + other.post,
-            transfer=self.transfer + other.transfer,
-            transfer_failures=_add(self.transfer_failures, other.transfer_failures),
-            ends=_add(self.ends, other.ends),
-            failures=_add(self.failures, other.failures),
-            leases=_add(self.leases, other.leases),
-            events=_add(self.events, other.events),
-            live_leases=self.live_leases + other.live_leases,
-            peers=self.peers + other.peers,
-        )
+        names = self.__struct_fields__
+        return StatsSnapshot(*(_add(getattr(self, n), getattr(other, n)) for n in names))
 
     def describe(self) -> str:
-        """Return some lines for people; quantiles are the upper ends of their buckets."""
+        """Return some lines for people; quantiles are the upper bounds of their buckets."""
         mib = self.bytes / 2**20
         lines = [
             f"{self.transfers:,} transfers, {mib:,.1f} MiB in {self.descriptors:,} descriptors"
@@ -185,28 +162,21 @@ class StatsSnapshot(msgspec.Struct):
 
 
 class ConnectorStats:
-    """Counts what one worker does. Thread-safe; no method takes longer for more blocks."""
+    """Counts what one worker does. Thread-safe; every method takes constant time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._taken = StatsSnapshot()  # what `take` has given away
+        self._taken = StatsSnapshot()  # the sum of what `take` has returned
         self._recent = StatsSnapshot()
-        self._live_leases = 0
-        self._peers = 0
+        self._gauges: dict[str, int] = {}
 
-    def count(self, event: Event) -> None:
+    def count(self, event: EventName) -> None:
         """Count one event."""
         with self._lock:
             _increment(self._recent.events, event)
 
     def transfer_done(self, result: TransferResult) -> None:
-        """Count a transfer that ended well.
-
-        Parameters
-        ----------
-        result : TransferResult
-            What `pynixlkv.agent.Transfer.result` is.
-        """
+        """Count a successful transfer."""
         with self._lock:
             recent = self._recent
             recent.transfers += 1
@@ -217,145 +187,116 @@ class ConnectorStats:
             recent.transfer.add(result.transfer_s)
 
     def transfer_failed(self, transfer: Transfer) -> None:
-        """Count a transfer that did not, by the state that it ended in."""
+        """Count any other transfer, by its state."""
         with self._lock:
             _increment(self._recent.transfer_failures, transfer.state.name.lower())
 
     def ended(self, state: str, error: Exception | None) -> None:
-        """Count the end of a request that was to be received.
-
-        Parameters
-        ----------
-        state : str
-            Value of its `pynixlkv.connector.metadata.EndState`.
-        error : Exception or None
-            Why, unless it was received; where it failed, its class is counted as the cause.
-        """
+        """Count the end of a request by the value of its `EndState`, and a failure by its class."""
         with self._lock:
             _increment(self._recent.ends, state)
             if state == "failed":
                 _increment(self._recent.failures, type(error).__name__)
 
     def lease_ended(self, why: str) -> None:
-        """Count the end of a lease: ``"released"``, ``"expired"``, or a message, a failure."""
+        """Count the end of a lease: ``"released"``, ``"expired"``, or the text of a failure."""
         with self._lock:
             _increment(self._recent.leases, why if why in ("released", "expired") else "failed")
 
-    def set_gauges(self, *, live_leases: int, peers: int) -> None:
-        """Set what is there now.
-
-        Parameters
-        ----------
-        live_leases, peers : int
-            Leases that are kept, and engines that are connected.
-        """
-        self._live_leases, self._peers = live_leases, peers
+    def set_gauges(self, **gauges: int) -> None:
+        """Set the fields of later snapshots that are not counted but observed."""
+        self._gauges = gauges
 
     def snapshot(self) -> StatsSnapshot:
-        """Return all that was counted since the start; never falls."""
+        """Return all counts since the start."""
         with self._lock:
             return self._with_gauges(self._taken + self._recent)
 
     def take(self) -> StatsSnapshot:
-        """Return what was counted since the last `take`; does not change `snapshot`."""
+        """Return the counts since the last `take`; `snapshot` is not affected."""
         with self._lock:
             recent, self._recent = self._recent, StatsSnapshot()
             self._taken = self._taken + recent
             return self._with_gauges(recent)
 
     def describe(self) -> str:
-        """Return `StatsSnapshot.describe` of all that was counted."""
+        """Return `StatsSnapshot.describe` of all counts."""
         return self.snapshot().describe()
 
     def _with_gauges(self, snapshot: StatsSnapshot) -> StatsSnapshot:
-        snapshot.live_leases, snapshot.peers = self._live_leases, self._peers
+        for name, value in self._gauges.items():
+            setattr(snapshot, name, value)
         return snapshot
 
 
-_COUNTERS = {
-    "transfers": "Transfers that ended well.",
-    "bytes": "Bytes that they moved.",
-    "descriptors": "Descriptors that they were posted as.",
+_COUNTERS: dict[str, tuple[str, Callable[[StatsSnapshot], float]]] = {
+    "transfers": ("Successful transfers", lambda s: s.transfers),
+    "transfers_failed": ("Other transfers", lambda s: sum(s.transfer_failures.values())),
+    "bytes_transferred": ("Bytes that they moved", lambda s: s.bytes),
+    "descriptors": ("Descriptors that they were posted as", lambda s: s.descriptors),
+    "plan_time_seconds": ("Time to turn block tables into descriptors", lambda s: s.plan.sum_s),
+    "post_time_seconds": ("Time inside the library's post calls", lambda s: s.post.sum_s),
+    "xfer_time_seconds": ("Time from call to end of transfers", lambda s: s.transfer.sum_s),
+    "requests_received": ("Requests received", lambda s: s.ends.get("received", 0)),
+    "requests_failed": ("Requests that failed", lambda s: s.ends.get("failed", 0)),
+    "requests_expired": ("Requests that came too late", lambda s: s.ends.get("expired", 0)),
+    "leases_expired": ("Leases that expired", lambda s: s.leases.get("expired", 0)),
+    "peers_lost": ("Producers that died", lambda s: s.events.get("peers_lost", 0)),
 }
-_GAUGES = {"live_leases": "Leases that are live.", "peers": "Engines that are connected."}
-_BY_LABEL = {
-    "transfer_failures": ("state", "Transfers that did not end well."),
-    "ends": ("state", "Requests that were to be received, by their end."),
-    "failures": ("cause", "Those that failed, by cause."),
-    "leases": ("reason", "Leases that are over."),
-    "events": ("event", "Odd notifications, lost peers, errors."),
-}
-_TIMES = {
-    "plan": "Seconds spent on turning block tables into rows.",
-    "post": "Seconds spent in the library's post calls.",
-    "transfer": "Seconds from the call to the end of a transfer.",
+_GAUGES: dict[str, tuple[str, Callable[[StatsSnapshot], float]]] = {
+    "live_leases": ("Requests that are held for consumers", lambda s: s.live_leases),
+    "peers": ("Producers that are connected", lambda s: s.peers),
 }
 
 
-class StatsCollector(Collector):
-    """Exports snapshots to Prometheus; ``prometheus_client.REGISTRY.register`` takes it.
+class PrometheusMetrics:
+    """Counters and gauges that export what `ConnectorStats.take` returns.
 
     Parameters
     ----------
-    sources : mapping of str to callable
-        By engine id, which becomes the label ``engine``: what returns its snapshot, such as
-        `ConnectorStats.snapshot`. One collector serves all engines of a process.
+    counter, gauge : callable
+        ``prometheus_client.Counter`` and ``Gauge``, or what a serving engine has in their place.
+    prefix : str
+        Beginning of every metric's name.
+    labelnames : sequence of str
+        Labels of every metric.
     """
 
-    def __init__(self, sources: Mapping[str, Callable[[], StatsSnapshot]]) -> None:
-        self._sources = dict(sources)
-
-    def collect(self) -> Iterator[Metric]:
-        """Make the metrics; called by Prometheus.
-
-        Yields
-        ------
-        prometheus_client.Metric
-            ``pynixlkv_transfers_total`` and so on.
-        """
-        from prometheus_client.core import (
-            CounterMetricFamily,
-            GaugeMetricFamily,
-            HistogramMetricFamily,
+    def __init__(
+        self,
+        counter: Callable[..., Any],
+        gauge: Callable[..., Any],
+        *,
+        prefix: str = "pynixlkv_",
+        labelnames: Sequence[str] = (),
+    ) -> None:
+        self._counters, self._gauges = (
+            {
+                name: make(name=prefix + name, documentation=text, labelnames=labelnames)
+                for name, (text, _) in metrics.items()
+            }
+            for make, metrics in ((counter, _COUNTERS), (gauge, _GAUGES))
         )
 
-        found = {engine: source() for engine, source in self._sources.items()}
-        for name, text in _COUNTERS.items():
-            counter = CounterMetricFamily(f"pynixlkv_{name}", text, labels=["engine"])
-            for engine, stats in found.items():
-                counter.add_metric([engine], getattr(stats, name))
-            yield counter
-        for name, text in _GAUGES.items():
-            gauge = GaugeMetricFamily(f"pynixlkv_{name}", text, labels=["engine"])
-            for engine, stats in found.items():
-                gauge.add_metric([engine], getattr(stats, name))
-            yield gauge
-        for name, (label, text) in _BY_LABEL.items():
-            counter = CounterMetricFamily(f"pynixlkv_{name}", text, labels=["engine", label])
-            for engine, stats in found.items():
-                for value, count in getattr(stats, name).items():
-                    counter.add_metric([engine, value], count)
-            yield counter
-        for name, text in _TIMES.items():
-            times = HistogramMetricFamily(f"pynixlkv_{name}_seconds", text, labels=["engine"])
-            for engine, stats in found.items():
-                histogram: TimeHistogram = getattr(stats, name)
-                times.add_metric([engine], list(_cumulate(histogram)), histogram.sum_s)
-            yield times
+    def observe(self, taken: StatsSnapshot, labelvalues: Sequence[object] = ()) -> None:
+        """Add what `ConnectorStats.take` has returned; `labelvalues` are those of `labelnames`."""
+        for name, metric in self._counters.items():
+            _with_labels(metric, labelvalues).inc(_COUNTERS[name][1](taken))
+        for name, metric in self._gauges.items():
+            _with_labels(metric, labelvalues).set(_GAUGES[name][1](taken))
 
 
-def _cumulate(histogram: TimeHistogram) -> Iterator[tuple[str, float]]:
-    total = 0
-    for bound, count in zip((*BUCKET_BOUNDS_S, math.inf), histogram.counts, strict=True):
-        total += count
-        yield ("+Inf" if bound == math.inf else f"{bound:.6f}"), total
+def _with_labels(metric: Any, values: Sequence[object]) -> Any:  # noqa: ANN401
+    return metric.labels(*values) if values else metric
 
 
 def _increment(counts: dict[str, int], key: str) -> None:
     counts[key] = counts.get(key, 0) + 1
 
 
-def _add(mine: dict[str, int], theirs: dict[str, int]) -> dict[str, int]:
+def _add(mine: Any, theirs: Any) -> Any:  # noqa: ANN401
+    if not isinstance(mine, dict):
+        return mine + theirs
     return {key: mine.get(key, 0) + theirs.get(key, 0) for key in {**mine, **theirs}}
 
 

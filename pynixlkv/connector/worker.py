@@ -1,11 +1,12 @@
 """The worker half of a connector: one for each rank, next to its KV cache.
 
-The engine's own thread only hands over and collects; a thread of the connector does the rest, so
-that a step of the engine never waits for a peer.
+The engine's thread only hands over commands and collects results. A thread of the connector does
+the work, so that a step of the engine never waits for a peer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -17,17 +18,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from pynixlkv._clock import ObservedClock
 from pynixlkv.connector import messages
 from pynixlkv.connector.config import ConnectorConfig
+from pynixlkv.connector.context import Peers, WorkerContext
 from pynixlkv.connector.leases import LeaseTable, make_words
-from pynixlkv.connector.links import Links, Local
-from pynixlkv.connector.metadata import AgentMetadata, ConnectorMetadata, EndState, EngineShape
-from pynixlkv.connector.peers import Peers
+from pynixlkv.connector.metadata import AgentMetadata, ConnectorMetadata, EndState, ParallelSizes
 from pynixlkv.connector.receiver import Receiver, RequestEnd
+from pynixlkv.connector.remote_engines import RemoteEngines
 from pynixlkv.connector.sender import Sender
 from pynixlkv.connector.stats import ConnectorStats
-from pynixlkv.connector.tables import by_group
-from pynixlkv.errors import ClosedError, ConfigError, HandshakeError, PynixlkvError, StateError
+from pynixlkv.errors import ClosedError, ConfigError, PynixlkvError, StateError, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,10 +36,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from pynixlkv.agent import Agent
-    from pynixlkv.connector.fences import Fence
-    from pynixlkv.connector.links import Fetch
     from pynixlkv.connector.metadata import BlockLists, Rank, ReqMeta
-    from pynixlkv.connector.staging import HostStaging
+    from pynixlkv.connector.remote_engines import Fetch
+    from pynixlkv.connector.staging import DeviceEvent, HostStaging
     from pynixlkv.geometry import KVCache
 
 __all__ = ["ConnectorWorker", "Finished"]
@@ -46,8 +46,8 @@ __all__ = ["ConnectorWorker", "Finished"]
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_LANDING_WORDS = 1024
-"""Lease words that can be on the way at once; further checks wait for a round."""
+_LEASE_BUFFER_WORDS = 1024
+"""Lease words that can be read at once; further checks wait for a round."""
 
 _LONGEST_PAUSE_S = 1.0
 _NUM_HANDSHAKES = 4
@@ -56,46 +56,37 @@ _NUM_HANDSHAKES = 4
 
 @dataclass
 class Finished:
-    """What has ended since it was asked for last; each request appears once in a worker's life.
-
-    Parameters
-    ----------
-    sent : set of str
-        Requests whose blocks may be reused: all readers are done, or the lease is over.
-    received : set of str
-        Requests whose blocks are all here.
-    failed : dict of str to RequestEnd
-        Requests that were to be received and were not: why, and which blocks are not valid. Nothing
-        writes into them any more.
-    """
+    """Requests that have ended since the last call; each appears once in a worker's life."""
 
     sent: set[str] = field(default_factory=set)
+    """Their blocks may be reused: all readers are done, or the lease is over."""
     received: set[str] = field(default_factory=set)
+    """Their blocks have all arrived."""
     failed: dict[str, RequestEnd] = field(default_factory=dict)
+    """They were not received: why, and which blocks are invalid. No transfer writes into these
+    blocks any more."""
 
     def __bool__(self) -> bool:
         return bool(self.sent or self.received or self.failed)
 
 
-def _stage_in(staging: HostStaging, this: Local, meta: ReqMeta) -> Fence:
-    return staging.stage_in(*_staged_tables(this, meta))
+def _stage_in(staging: HostStaging, ctx: WorkerContext, meta: ReqMeta) -> DeviceEvent:
+    return staging.stage_in(*_staged_tables(ctx, meta))
 
 
-def _stage_out(staging: HostStaging, this: Local, meta: ReqMeta) -> Fence:
-    host, device = _staged_tables(this, meta)
+def _stage_out(staging: HostStaging, ctx: WorkerContext, meta: ReqMeta) -> DeviceEvent:
+    host, device = _staged_tables(ctx, meta)
     return staging.stage_out(device, host)
 
 
-def _staged_tables(this: Local, meta: ReqMeta) -> tuple[BlockLists, BlockLists]:
+def _staged_tables(ctx: WorkerContext, meta: ReqMeta) -> tuple[BlockLists, BlockLists]:
     """Return a request's host and device blocks, one table for each group of the caches."""
-    host, device = (
-        by_group(this.cache.groups, this.table_of, blocks, meta.starts, meta.block_sizes)[0]
-        for blocks in (meta.host_blocks or (), meta.blocks)
-    )
-    return (
-        tuple(tuple(np.asarray(table).tolist()) for table in host.values()),
-        tuple(tuple(np.asarray(table).tolist()) for table in device.values()),
-    )
+
+    def tables(blocks: BlockLists) -> BlockLists:
+        found, _ = ctx.tables_by_group(ctx.cache, blocks, meta.starts, meta.block_sizes)
+        return tuple(tuple(np.asarray(table).tolist()) for table in found.values())
+
+    return tables(meta.host_blocks or ()), tables(meta.blocks)
 
 
 def _side_channel(config: ConnectorConfig, secret: bytes | str | None) -> Fetch:
@@ -123,29 +114,30 @@ class ConnectorWorker:
     Parameters
     ----------
     agent : Agent
-        The engine under it, of the caller's choice; not shared with others, since its notifications
-        are all taken here. The caller closes it after `shutdown`.
+        Its own: the worker takes all of its notifications. The caller closes it after `shutdown`.
     engine_id : str
         This engine.
     rank : tuple of (int, int)
         Pipeline and tensor-parallel rank of this worker.
-    shape : EngineShape
+    parallel : ParallelSizes
         Sizes of the engine's parallel groups.
     config : ConnectorConfig
         Options.
     fetch : Fetch, optional
-        Gets hello bytes from another engine; by default from its
-        `pynixlkv.handshake.Handshake`.
+        Gets hello bytes from another engine; by default from its `pynixlkv.handshake.Handshake`.
     secret : bytes or str, optional
         As for `pynixlkv.handshake.fetch`, for the default `fetch`.
     clock : callable
-        Seconds that only grow.
+        Monotonic seconds.
+    longest_gap : float
+        Longest time between two `poll` calls while the process runs. More means that it was stopped
+        or starved; no deadline of a peer counts that time, in which nothing could be observed.
     background : bool
-        Whether a thread does the work. Without, the caller calls `poll`.
+        Whether a thread does the work; otherwise the caller calls `poll`.
 
     Notes
     -----
-    All methods may be called from any thread, and none waits for a peer.
+    All methods are thread-safe, and none waits for a peer.
     """
 
     def __init__(
@@ -154,21 +146,24 @@ class ConnectorWorker:
         *,
         engine_id: str,
         rank: Rank = (0, 0),
-        shape: EngineShape | None = None,
+        parallel: ParallelSizes | None = None,
         config: ConnectorConfig | None = None,
         fetch: Fetch | None = None,
         secret: bytes | str | None = None,
         clock: Callable[[], float] = time.monotonic,
+        longest_gap: float = 2 * _LONGEST_PAUSE_S,
         background: bool = True,
     ) -> None:
-        shape = shape or EngineShape()
-        if not (0 <= rank[0] < shape.pp and 0 <= rank[1] < shape.tp):
-            raise ConfigError(f"rank {rank} is not in an engine of {shape.pp} x {shape.tp} ranks")
+        parallel = parallel or ParallelSizes()
+        if not (0 <= rank[0] < parallel.pp and 0 <= rank[1] < parallel.tp):
+            raise ConfigError(
+                f"rank {rank} is not in an engine of {parallel.pp} x {parallel.tp} ranks"
+            )
         self._agent = agent
-        self._reader = messages.Reader(engine_id, rank, shape)
+        self._identity = messages.ConsumerRank(engine_id, rank, parallel)
         self._config = config or ConnectorConfig()
         self._fetch = fetch or _side_channel(self._config, secret)
-        self._clock = clock
+        self._clock = ObservedClock(clock, longest_gap)
         self._background = background
         self.stats = ConnectorStats()
         self._commands: deque[Callable[[float], None]] = deque()
@@ -179,7 +174,7 @@ class ConnectorWorker:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._executor: ThreadPoolExecutor | None = None
-        self._links: Links | None = None
+        self._engines: RemoteEngines | None = None
 
     # ---- once
 
@@ -187,169 +182,137 @@ class ConnectorWorker:
         self,
         cache: KVCache,
         *,
-        table_of: Mapping[str, int] | None = None,
+        block_table_index: Mapping[str, int] | None = None,
         staging: HostStaging | None = None,
     ) -> AgentMetadata:
-        """Register the KV cache and begin to work.
+        """Register the KV cache and start to work.
 
         Parameters
         ----------
         cache : KVCache
-            All that this rank holds. Not registered if there is a `staging`.
-        table_of : mapping of str to int, optional
+            Everything this rank holds. Not registered if there is a `staging`.
+        block_table_index : mapping of str to int, optional
             Which of the engine's block tables each group of the cache uses; the same in all
             engines. By default the first group uses the first, and so on.
         staging : HostStaging, optional
-            Host memory that the cache is staged in, where its own cannot be registered.
+            Host memory to stage the cache in, where device memory cannot be registered.
 
         Returns
         -------
         AgentMetadata
             For the engine's handshake.
-
-        Raises
-        ------
-        StateError
-            If it was called before.
-        RegistrationError, NativeError
-            If the memory cannot be registered.
         """
-        if self._links is not None:
+        if self._engines is not None:
             raise StateError("register_kv_caches was called before; a worker has one cache")
         moved = cache if staging is None else staging.host_cache
         table = LeaseTable(self._config.max_leases)
-        words, landing = make_words(_LANDING_WORDS)
+        words, lease_buffer = make_words(_LEASE_BUFFER_WORDS)
         self._agent.register(moved)
         self._agent.register(table.cache)
-        self._agent.register(landing)
-        hello = self._agent.hello(moved, table.cache)
-        this = Local(
-            self._agent,
-            self._reader,
-            moved.geometry,
-            landing,
-            table_of or {group.name: i for i, group in enumerate(moved.geometry.groups)},
-            hello,
-            self._config.max_bytes,
+        self._agent.register(lease_buffer)
+        ctx = WorkerContext(
+            agent=self._agent,
+            identity=self._identity,
+            cache=moved.geometry,
+            lease_buffer=lease_buffer,
+            block_table_index=block_table_index
+            or {group.name: i for i, group in enumerate(moved.geometry.groups)},
+            hello=self._agent.hello(moved, table.cache),
+            max_bytes=self._config.max_bytes,
         )
         self._executor = ThreadPoolExecutor(_NUM_HANDSHAKES, "pynixlkv-handshake")
         peers = Peers(self._agent)
-        self._links = Links(
-            this,
-            self._fetch,
-            self._submit,
-            peers,
-            timeout=self._config.handshake_timeout,
-            ttl=self._config.peer_ttl,
-        )
+        self._engines = RemoteEngines(ctx, self._fetch, self._submit, peers, self._config)
         self._receiver = Receiver(
-            this, words, self._links, self._config, self.stats,
-            stage_in=None if staging is None else partial(_stage_in, staging, this),
+            ctx, words, self._engines, self._config, self.stats,
+            stage_in=None if staging is None else partial(_stage_in, staging, ctx),
         )  # fmt: skip
         self._sender = Sender(
-            this, table, self._submit, peers, self._config, self.stats,
-            stage_out=None if staging is None else partial(_stage_out, staging, this),
+            ctx, table, self._submit, peers, self._config, self.stats,
+            stage_out=None if staging is None else partial(_stage_out, staging, ctx),
         )  # fmt: skip
         if self._background:
             self._thread = threading.Thread(
                 target=self._run, name="pynixlkv-connector", daemon=True
             )
             self._thread.start()
-        return AgentMetadata(self._reader.engine_id, self._reader.rank, hello)
+        return AgentMetadata(self._identity.engine_id, self._identity.rank, ctx.hello)
 
     # ---- each step
 
-    def start_load_kv(self, metadata: ConnectorMetadata, fence: Fence | None = None) -> None:
+    def start_load_kv(self, metadata: ConnectorMetadata, event: DeviceEvent | None = None) -> None:
         """Take the scheduler's message for a step.
 
-        Parameters
-        ----------
-        metadata : ConnectorMetadata
-            What to begin.
-        fence : Fence, optional
-            Done when all work of the device that was launched before has ended. Blocks that the
-            message names may have belonged to other requests until now: nothing is received into
-            them before, and nothing is sent out of them.
+        `event` completes after all work launched on the device so far. Blocks named by the message
+        may still be in use by other requests: nothing is read or written before it completes.
         """
         if not metadata:
             return
-        self._do(partial(self._take, metadata, fence))
+        self._do(partial(self._take, metadata, event))
 
-    def _take(self, metadata: ConnectorMetadata, fence: Fence | None, now: float) -> None:
+    def _take(self, metadata: ConnectorMetadata, event: DeviceEvent | None, now: float) -> None:
         receiver, sender = self._receiver, self._sender
-        # Each by itself: what is wrong with one request does not concern the others.
+        # Guarded one by one: a bad request must not harm the others.
         todo: list[Callable[[], None]] = [
             *(partial(receiver.wait_for, *item, now) for item in metadata.reqs_waiting.items()),
-            *(partial(self._receive, *item, fence, now) for item in metadata.reqs_to_recv.items()),
+            *(partial(self._receive, *item, event, now) for item in metadata.reqs_to_recv.items()),
             *(partial(receiver.release, *item, now) for item in metadata.reqs_to_release.items()),
             *(partial(receiver.abort, request_id) for request_id in metadata.reqs_to_abort),
             *(partial(sender.restart, request_id) for request_id in metadata.reqs_preempted),
             partial(sender.save, metadata.reqs_to_save),
-            *(partial(sender.refuse, *item) for item in metadata.reqs_not_sent.items()),
-            *(partial(sender.keep, *item, fence, now) for item in metadata.reqs_to_send.items()),
+            *(partial(sender.not_held, *item) for item in metadata.reqs_not_held.items()),
+            *(partial(sender.hold, *item, event, now) for item in metadata.reqs_to_send.items()),
         ]
         for command in todo:
             self._guard(command)
 
-    def _receive(self, request_id: str, meta: ReqMeta, fence: Fence | None, now: float) -> None:
+    def _receive(
+        self, request_id: str, meta: ReqMeta, event: DeviceEvent | None, now: float
+    ) -> None:
         try:
-            self._receiver.receive(request_id, meta, fence, now)
+            self._receiver.receive(request_id, meta, event, now)
         except Exception as error:
-            if not self._receiver.has(request_id):  # it must have an end all the same
+            if not self._receiver.has(request_id):  # it still needs an end
                 self._ends[request_id] = RequestEnd(EndState.FAILED, error, meta.blocks)
                 self.stats.ended(EndState.FAILED.value, error)
             raise
 
-    def save_kv_layer(self, layer: int, fence: Fence | None = None) -> None:
-        """Tell that a layer of what runs in this step has been launched, and can be pushed.
-
-        Parameters
-        ----------
-        layer : int
-            Its global index.
-        fence : Fence, optional
-            Done when the layer is in the cache; without, it is there.
-        """
-        self._do(lambda _: self._sender.layer_done(layer, fence))
+    def save_kv_layer(self, layer: int, event: DeviceEvent | None = None) -> None:
+        """Note that a layer, by global index, has been launched and can be pushed after `event`."""
+        self._do(lambda _: self._sender.layer_done(layer, event))
 
     def get_finished(self) -> Finished:
-        """Return what has ended since the last call. Does not wait."""
+        """Return the requests that have ended since the last call. Does not wait."""
         with self._lock:
             finished, self._finished = self._finished, Finished()
         return finished
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the local blocks of requests that failed and are still to be collected.
-
-        Returns
-        -------
-        set of int
-            Without their groups; `Finished.failed` has them. Call it before `get_finished`.
-        """
+        """Return the blocks, without groups, of failed requests not yet taken by `get_finished`."""
         with self._lock:
             ends = list(self._finished.failed.values())
         return {block for end in ends for table in end.blocks for block in table}
 
     def describe(self) -> str:
-        """Return the state of things in a few lines, for people."""
-        links = self._links.all() if self._links is not None else []
+        """Return the state of the worker in a few lines, for people."""
+        engines = self._engines.all() if self._engines is not None else []
         lines = [
-            f"{self._reader.engine_id} rank {self._reader.rank}: "
-            f"{self._receiver.num_requests} receiving, {self._sender.num_kept} kept"
-            if self._links is not None
-            else f"{self._reader.engine_id} rank {self._reader.rank}: no cache yet"
+            f"{self._identity.engine_id} rank {self._identity.rank}: "
+            f"{self._receiver.num_requests} receiving, {self._sender.num_held} held"
+            if self._engines is not None
+            else f"{self._identity.engine_id} rank {self._identity.rank}: no cache yet"
         ]
         lines += [
-            f"producer {link.engine_id} at {link.address[0]}:{link.address[1]}: "
-            f"{link.state.value}, {len(link.requests)} requests"
-            for link in links
+            f"producer {engine.engine_id} at {engine.address[0]}:{engine.address[1]}: "
+            f"{engine.state.value}, {len(engine.requests)} requests"
+            for engine in engines
         ]
         return "\n".join([*lines, self.stats.describe()])
 
     # ---- the thread
 
     def _do(self, command: Callable[[float], None]) -> None:
-        if self._links is None or self._stopping.is_set():
+        if self._engines is None or self._stopping.is_set():
             raise ClosedError("the worker has no cache yet, or was shut down")
         self._commands.append(command)
         self._agent.wake()
@@ -365,14 +328,14 @@ class ConnectorWorker:
             self._agent.wake()
 
     def poll(self) -> float:
-        """Do what there is to do; called by the connector's thread, or by tests.
+        """Do all pending work; return the seconds until the next call, if the agent stays idle.
 
-        Returns
-        -------
-        float
-            Seconds until it must be called again, unless something happens at the agent before.
+        Called by the connector's thread, or by the caller if there is none.
         """
         now = self._clock()
+        if self._clock.was_paused:
+            self.stats.count("pauses")
+            self._receiver.renew_leases()
         while self._commands:
             self._guard(partial(self._commands.popleft(), now))
         for note in self._agent.notifications():
@@ -385,7 +348,14 @@ class ConnectorWorker:
         if self._ends or self._sent:
             with self._lock:
                 self._collect()
-        self.stats.set_gauges(live_leases=self._sender.num_kept, peers=len(self._links or ()))
+        self.stats.set_gauges(
+            live_leases=self._sender.num_held,
+            peers=len(self._engines or ()),
+            receiving=self._receiver.num_requests,
+            lease_checks=self._receiver.num_lease_checks,
+            pushes=self._sender.num_pushes,
+            consumers=self._sender.num_consumers,
+        )
         return due
 
     def _collect(self) -> None:
@@ -398,7 +368,7 @@ class ConnectorWorker:
         self._ends, self._sent = {}, set()
 
     def _guard(self, command: Callable[[], None]) -> None:
-        """Run something whose failure must not end the thread."""
+        """Run a command; its failure must not end the thread."""
         try:
             command()
         except Exception:
@@ -408,25 +378,25 @@ class ConnectorWorker:
     def _on_notification(self, agent: str, data: bytes, now: float) -> None:
         try:
             message = messages.decode(data)
-        except HandshakeError as error:
+        except WireError as error:
             self.stats.count("foreign_notifications")
             _log.warning("a notification of %s was ignored: %s", agent, str(error))
             return
         self._sender.on_any(agent, now)
-        if isinstance(message, messages.Attach):
-            self._sender.on_attach(agent, message)
-        elif isinstance(message, messages.Beat):
-            self._sender.on_beat(agent, message, now)
+        if isinstance(message, messages.ConsumerHello):
+            self._sender.on_consumer_hello(agent, message)
+        elif isinstance(message, messages.Heartbeat):
+            self._sender.on_heartbeat(agent, message, now)
         elif isinstance(message, messages.Release):
             self._sender.on_release(message)
         elif isinstance(message, messages.Push):
             self._sender.on_push(agent, message, now)
-        elif isinstance(message, messages.Stop):
-            self._sender.on_stop(agent, message)
-        elif isinstance(message, messages.BeatAck):
-            self._receiver.on_ack(agent, message)
+        elif isinstance(message, messages.CancelPush):
+            self._sender.on_cancel_push(agent, message)
+        elif isinstance(message, messages.HeartbeatAck):
+            self._receiver.on_heartbeat_ack(agent, message)
         else:
-            self._receiver.on_push_end(agent, message)
+            self._receiver.on_push_done(agent, message)
 
     def _run(self) -> None:
         seen = 0
@@ -434,8 +404,7 @@ class ConnectorWorker:
             try:
                 due = self.poll()
             except Exception:
-                # The agent itself fails, as it does when it is closed before its time; or it is a
-                # defect, which must not silence the requests that it does not concern.
+                # A defect, or an agent that was closed too early. Go on for the other requests.
                 _log.exception("the connector's thread cannot go on for a moment")
                 self.stats.count("errors")
                 due = _LONGEST_PAUSE_S
@@ -449,27 +418,27 @@ class ConnectorWorker:
     # ---- the end
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Stop the thread and the handshakes; idempotent.
+        """Stop the thread and the handshakes; idempotent. Waits at most `timeout` seconds for them.
 
-        Parameters
-        ----------
-        timeout : float
-            Longest wait in seconds for the thread.
-
-        Notes
-        -----
-        What is being received ends unreported, and leases end with the agent: close it next, which
-        waits for quiet. Kept blocks are not to be reused before that.
+        Requests that are being received end unreported, and leases end with the agent. Close it
+        next: that waits until it is quiet, and held blocks must not be reused before.
         """
         if self._stopping.is_set():
             return
         self._stopping.set()
-        if self._links is not None:
+        if self._engines is not None:
             self._agent.wake()
-        if self._thread is not None:
-            self._thread.join(timeout)
+        threads = [self._thread] if self._thread is not None else []
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
+            # Its threads keep the agent alive, and waiting for them has no timeout of its own.
+            waiting = threading.Thread(target=self._executor.shutdown, daemon=True)
+            with contextlib.suppress(RuntimeError):  # at interpreter exit, when they are gone
+                waiting.start()
+                threads.append(waiting)
+        deadline = time.monotonic() + timeout
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
     def __enter__(self) -> Self:
         return self

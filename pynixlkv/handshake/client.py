@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from pynixlkv._closeable import Closeable
+from pynixlkv._clock import ObservedClock
 from pynixlkv.errors import (
     ConfigError,
     HandshakeError,
@@ -19,32 +18,16 @@ from pynixlkv.errors import (
     RankNotFound,
     WireError,
 )
-from pynixlkv.handshake.message import (
-    MAX_REPLY_BYTES,
-    Answer,
-    Envelope,
-    Question,
-    Rank,
-    check_identity,
-    check_rank,
-    compare,
-    decode_envelope,
-    decode_reply,
-    encode,
-)
+from pynixlkv.handshake import message as msg
 from pynixlkv.handshake.security import Keys, find_keys, resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
-
-__all__ = ["RankChoice", "RemoteEngine", "fetch"]
-
-RankChoice: TypeAlias = "Iterable[Rank] | Callable[[tuple[Rank, ...]], Iterable[Rank]] | None"
-"""Ranks, or a function that chooses from those that there are, or None for all."""
+    from pynixlkv.handshake.message import Rank
 
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-# What the last message of a time-out says: the first of these that was seen.
+# The first of these events that was seen explains a time-out.
 _SYMPTOMS = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hangs up on the way: is the secret the same there?",
     zmq.EVENT_HANDSHAKE_SUCCEEDED: "it took the question and gave no answer",
@@ -55,7 +38,7 @@ _EVENTS = _REFUSED | sum(_SYMPTOMS)
 
 
 @dataclass(frozen=True)
-class RemoteEngine:
+class HandshakeReply:
     """What `fetch` learned about an engine.
 
     Parameters
@@ -72,27 +55,17 @@ class RemoteEngine:
     ranks: tuple[Rank, ...]
     hellos: Mapping[Rank, bytes] = field(repr=False)
 
-    @property
-    def tp_size(self) -> int:
-        """Tensor-parallel size, as the ranks tell it."""
-        return 1 + max(tp for _, tp in self.ranks)
-
-    @property
-    def pp_size(self) -> int:
-        """Pipeline-parallel size, as the ranks tell it."""
-        return 1 + max(pp for pp, _ in self.ranks)
-
 
 def fetch(
     address: str | tuple[str, int],
     *,
     engine_id: str,
     compatibility: Mapping[str, str],
-    ranks: RankChoice = None,
+    ranks: Iterable[Rank] | None = None,
     timeout: float = 5.0,
     secret: bytes | str | None = None,
     allow_insecure: bool = False,
-) -> RemoteEngine:
+) -> HandshakeReply:
     """Ask an engine's `Handshake` for hellos.
 
     Parameters
@@ -103,12 +76,10 @@ def fetch(
         The engine that is meant; another one is refused.
     compatibility : mapping of str to str
         Named facts that must be equal on both sides.
-    ranks : iterable of (int, int), or callable, optional
-        Whose hellos to fetch, by pipeline and tensor-parallel rank: these; or those that the
-        callable returns for the tuple of all ranks that the engine serves, which costs one more
-        round trip; or, by default, all.
+    ranks : iterable of (int, int), optional
+        Pipeline and tensor-parallel ranks whose hellos to fetch; by default all.
     timeout : float
-        Seconds until the whole call has ended, names that must be looked up not counted.
+        Seconds until the whole call has ended, name look-ups not counted.
     secret : bytes or str, optional
         As in `Handshake`; both sides need the same.
     allow_insecure : bool
@@ -116,8 +87,8 @@ def fetch(
 
     Returns
     -------
-    RemoteEngine
-        The ranks and the hellos. Hellos are not looked into.
+    HandshakeReply
+        The ranks and the hellos. The hellos are not verified.
 
     Raises
     ------
@@ -135,23 +106,23 @@ def fetch(
     Notes
     -----
     Blocks, without the GIL. Thread-safe; every call has a connection of its own. An address where
-    nobody listens yet is tried again until the deadline.
+    nothing listens yet is tried again until the deadline.
     """
-    identity = check_identity(engine_id, compatibility)
+    identity = msg.check_identity(engine_id, compatibility)
     host, port = _split_address(address)
     if not 0 < timeout < math.inf:
         raise ConfigError(f"timeout is {timeout!r}; expected seconds above 0")
-    chosen = None if ranks is None or callable(ranks) else [check_rank(rank) for rank in ranks]
+    wanted = None if ranks is None else [msg.check_rank(rank) for rank in ranks]
     keys = find_keys(secret)
     endpoint, is_wildcard = resolve(host, port, keys=keys, allow_insecure=allow_insecure)
     if is_wildcard or port == 0:
         raise ConfigError(f"{host}:{port} is not where a listener is, only what it may bind to")
-    with _Asker(endpoint, identity, keys, timeout) as asker:
-        if callable(ranks):
-            served = tuple(asker.ask([]).served)
-            chosen = [check_rank(rank) for rank in ranks(served)]
-        answer = asker.ask(chosen)
-    return RemoteEngine(engine_id, tuple(answer.served), dict(answer.hellos))
+    question = msgspec.structs.replace(identity, payload=msg.encode(msg.Question(wanted)))
+    peer = endpoint.removeprefix("tcp://")
+    envelope = msg.decode_envelope(_exchange(endpoint, question, keys, timeout))
+    msg.compare(identity, envelope, peer)
+    answer = _checked(msg.decode_reply(envelope.payload), wanted, engine_id, peer)
+    return HandshakeReply(engine_id, tuple(answer.served), dict(answer.hellos))
 
 
 def _split_address(address: str | tuple[str, int]) -> tuple[str, int]:
@@ -164,97 +135,87 @@ def _split_address(address: str | tuple[str, int]) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(digits)
 
 
-class _Asker(Closeable):
-    """A connection that asks one question after the other, until a common deadline."""
+def _exchange(endpoint: str, question: msg.Envelope, keys: Keys | None, timeout: float) -> bytes:
+    """Send a question on a connection of its own and return the reply."""
+    peer = endpoint.removeprefix("tcp://")
+    clock = ObservedClock()
+    deadline = clock() + timeout
+    seen = 0  # events of the connection
+    # A shared context closes sockets later, so that they pile up under load, and cannot be used in
+    # a forked child.
+    context = zmq.Context()
+    try:
+        socket, monitor = _connect(context, endpoint, keys)
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
+        socket.send(msg.encode(question))
+        while (left := deadline - clock()) > 0:
+            ready = dict(poller.poll(math.ceil(min(left, 1.0) * 1000)))
+            if socket in ready:
+                return socket.recv()
+            if monitor in ready:
+                event = parse_monitor_message(monitor.recv_multipart())["event"]
+                if event & _REFUSED:
+                    mine = "does not have" if keys is None else "has"
+                    raise HandshakeError(
+                        f"{peer} does not talk like this side, which {mine} a shared secret: give "
+                        "both sides the same one, and see that a Handshake listens there",
+                        peer=peer,
+                    )
+                seen |= event
+    finally:
+        context.destroy(linger=0)
+    symptom = next((text for event, text in _SYMPTOMS.items() if event & seen), "")
+    raise HandshakeTimeout(
+        f"no answer from {peer} about engine {question.engine_id!r} within "
+        f"{timeout} s: {symptom or 'it cannot be reached'}",
+        peer=peer,
+    )
 
-    def __init__(
-        self, endpoint: str, identity: Envelope, keys: Keys | None, timeout: float
-    ) -> None:
-        self._peer = endpoint.removeprefix("tcp://")
-        self._identity = identity
-        self._has_secret = keys is not None
-        self._timeout = timeout
-        self._deadline = time.monotonic() + timeout
-        self._seen = 0  # events of the connection
-        # Sockets of a shared context are closed later, and would pile up under load; this one's
-        # are closed when it is. A forked child needs nothing of its parent's.
-        self._context = zmq.Context()
-        try:
-            self._open(endpoint, keys)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise HandshakeError(
-                f"no connection to {self._peer} can be opened: {error}", peer=self._peer
-            ) from error
 
-    def _open(self, endpoint: str, keys: Keys | None) -> None:
-        self._socket = self._context.socket(zmq.REQ)
-        self._socket.ipv6 = "[" in endpoint
-        self._socket.maxmsgsize = MAX_REPLY_BYTES
+def _connect(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: Keys | None
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """Return a connected socket and the socket with its events."""
+    try:
+        socket = context.socket(zmq.REQ)
+        socket.ipv6 = "[" in endpoint
+        socket.maxmsgsize = msg.MAX_REPLY_BYTES
         if keys is not None:
-            keys.apply_to_client(self._socket)
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_EVENTS)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
-        self._socket.connect(endpoint)
+            keys.apply_to_client(socket)
+        monitor = socket.get_monitor_socket(_EVENTS)
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        peer = endpoint.removeprefix("tcp://")
+        raise HandshakeError(
+            f"no connection to {peer} can be opened: {error}", peer=peer
+        ) from error
+    return socket, monitor
 
-    def close(self) -> None:
-        self._socket.disable_monitor()
-        self._context.destroy(linger=0)
 
-    def ask(self, ranks: list[Rank] | None) -> Answer:
-        question = msgspec.structs.replace(self._identity, payload=encode(Question(ranks)))
-        self._socket.send(encode(question))
-        envelope = decode_envelope(self._receive())
-        compare(self._identity, envelope, self._peer)
-        reply = decode_reply(envelope.payload)
-        if isinstance(reply, Answer):
-            return self._check(reply, ranks)
-        if reply.kind == "ranks":
-            missing = [rank for rank in ranks or () if rank not in reply.served]
-            raise RankNotFound(
-                f"engine {envelope.engine_id!r} at {self._peer} has no (pp, tp) rank "
-                f"{_listed(missing)}; it serves {_listed(reply.served)}",
-                missing=missing,
-                available=reply.served,
-                peer=self._peer,
-            )
-        raise HandshakeError(f"{self._peer} refuses: {reply.message}", peer=self._peer)
-
-    def _check(self, answer: Answer, ranks: list[Rank] | None) -> Answer:
-        given = {rank for rank, _ in answer.hellos}
-        if not answer.served or given != set(answer.served if ranks is None else ranks):
-            raise WireError(
-                f"{self._peer} answers with ranks {_listed(sorted(given))} of "
-                f"{_listed(answer.served)} instead of those that were asked for",
-                peer=self._peer,
-            )
-        return answer
-
-    def _receive(self) -> bytes:
-        while (left := self._deadline - time.monotonic()) > 0:
-            ready = dict(self._poller.poll(math.ceil(min(left, 60.0) * 1000)))
-            if self._socket in ready:
-                return self._socket.recv()
-            if self._monitor in ready:
-                self._note(parse_monitor_message(self._monitor.recv_multipart()))
-        symptom = next((s for event, s in _SYMPTOMS.items() if event & self._seen), "")
-        raise HandshakeTimeout(
-            f"no answer from {self._peer} about engine {self._identity.engine_id!r} within "
-            f"{self._timeout} s: {symptom or 'it cannot be reached'}",
-            peer=self._peer,
+def _checked(
+    reply: msg.Answer | msg.Refusal, ranks: list[Rank] | None, engine_id: str, peer: str
+) -> msg.Answer:
+    if isinstance(reply, msg.Refusal):
+        if reply.kind != "ranks":
+            raise HandshakeError(f"{peer} refuses: {reply.message}", peer=peer)
+        missing = [rank for rank in ranks or () if rank not in reply.served]
+        raise RankNotFound(
+            f"engine {engine_id!r} at {peer} has no (pp, tp) rank {_listed(missing)}; it serves "
+            f"{_listed(reply.served)}",
+            missing=missing,
+            available=reply.served,
+            peer=peer,
         )
-
-    def _note(self, message: Any) -> None:  # noqa: ANN401
-        self._seen |= message["event"]
-        if message["event"] & _REFUSED:
-            mine = "has" if self._has_secret else "does not have"
-            raise HandshakeError(
-                f"{self._peer} does not talk like this side, which {mine} a shared secret: give "
-                "both sides the same one, and see that a Handshake listens there",
-                peer=self._peer,
-            )
+    given = {rank for rank, _ in reply.hellos}
+    if not reply.served or given != set(reply.served if ranks is None else ranks):
+        raise WireError(
+            f"{peer} answers with ranks {_listed(sorted(given))} of {_listed(reply.served)} "
+            "instead of those that were asked for",
+            peer=peer,
+        )
+    return reply
 
 
 def _listed(ranks: list[Rank]) -> str:

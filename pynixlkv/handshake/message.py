@@ -1,11 +1,12 @@
-"""What goes over the wire: an envelope that all versions can read, and the payloads inside it."""
+"""The messages: an envelope that all versions can read, and the payloads inside it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from pynixlkv import wire
 from pynixlkv.errors import (
     CompatMismatch,
     ConfigError,
@@ -15,103 +16,45 @@ from pynixlkv.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-__all__ = [
-    "MAX_REPLY_BYTES",
-    "MAX_REQUEST_BYTES",
-    "PROTOCOL_VERSION",
-    "Answer",
-    "Envelope",
-    "Question",
-    "Rank",
-    "Refusal",
-    "check_identity",
-    "check_rank",
-    "compare",
-    "decode_envelope",
-    "decode_question",
-    "decode_reply",
-    "encode",
-]
-
-PROTOCOL_VERSION = 1
-"""Version of the payloads. History: 1 = first."""
+    from collections.abc import Mapping
 
 MAX_REQUEST_BYTES = 1 << 20
-"""Longest question that is read; it has some hundred bytes, and more only for many ranks."""
+"""Longest question that is read; usual ones have some hundred bytes."""
 
 MAX_REPLY_BYTES = 256 << 20
-"""Longest reply that is given or read."""
+"""Longest reply that is sent or read."""
 
 Rank = tuple[int, int]
 """Pipeline-parallel and tensor-parallel rank."""
 
-_T = TypeVar("_T")
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _WireRank = tuple[_Number, _Number]
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """The part of a message whose fields keep their names and meaning in all versions.
-
-    Parameters
-    ----------
-    protocol : int
-        Version of the payload.
-    engine_id : str
-        The engine that the message is about.
-    compatibility : dict of str to str
-        Named facts that must be equal on both sides.
-    payload : bytes
-        A `Question`, or an `Answer` or `Refusal`; only decoded once the rest fits.
-    """
+    """The part of a message whose fields keep their names and meaning in all versions."""
 
     protocol: int
     engine_id: str
     compatibility: dict[str, str]
-    payload: bytes = b""
+    payload: bytes = b""  # only decoded if the fields above fit
 
 
 class Question(msgspec.Struct, frozen=True):
-    """Which hellos are wanted.
-
-    Parameters
-    ----------
-    ranks : list of (int, int), or None
-        None for all; none at all asks only which ranks there are.
-    """
+    """Asks for the hellos of some ranks, or of all (None)."""
 
     ranks: list[_WireRank] | None
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """What was asked for.
-
-    Parameters
-    ----------
-    served : list of (int, int)
-        Every rank that there is, ascending.
-    hellos : list of ((int, int), bytes)
-        The hellos that were asked for.
-    """
+    """All ranks of the engine, ascending, and the hellos that were asked for."""
 
     served: list[_WireRank]
     hellos: list[tuple[_WireRank, bytes]]
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """Why there is no answer.
-
-    Parameters
-    ----------
-    kind : str
-        What did not fit.
-    message : str
-        The same for people.
-    served : list of (int, int)
-        Where the ranks did not fit, those that there are.
-    """
+    """Why there is no answer; `served` lists the ranks if an unknown one was asked for."""
 
     kind: Literal["malformed", "mismatch", "ranks", "size", "internal"]
     message: str
@@ -119,54 +62,50 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 
 
 encode = msgspec.msgpack.Encoder().encode
-_envelopes = msgspec.msgpack.Decoder(Envelope)
-_questions = msgspec.msgpack.Decoder(Question)
-_replies: msgspec.msgpack.Decoder[Answer | Refusal] = msgspec.msgpack.Decoder(Answer | Refusal)
 
 
 def decode_envelope(data: bytes) -> Envelope:
-    """Decode an envelope from anyone; raises `WireError` if it is none."""
-    return _decode(_envelopes.decode, data, "a handshake message")
+    """Decode an untrusted message; raises `WireError` if malformed."""
+    envelope: Envelope = _decode(data, Envelope, "a handshake message")
+    return envelope
 
 
 def decode_question(payload: bytes) -> Question:
-    """Decode the payload of a request; raises `WireError` if it is none."""
-    return _decode(_questions.decode, payload, "a handshake question")
+    """Decode the payload of a request; raises `WireError` if malformed."""
+    question: Question = _decode(payload, Question, "a handshake question")
+    return question
 
 
 def decode_reply(payload: bytes) -> Answer | Refusal:
-    """Decode the payload of a reply; raises `WireError` if it is none."""
-    return _decode(_replies.decode, payload, "a handshake reply")
+    """Decode the payload of a reply; raises `WireError` if malformed."""
+    reply: Answer | Refusal = _decode(payload, Answer | Refusal, "a handshake reply")
+    return reply
 
 
-def _decode(decode: Callable[[bytes], _T], data: bytes, what: str) -> _T:
+def _decode(data: bytes, kind: Any, what: str) -> Any:  # noqa: ANN401
     try:
-        return decode(data)
+        return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"{what} of {len(data)} bytes does not decode: {error}") from error
 
 
-def check_identity(engine_id: str, compatibility: Mapping[str, str]) -> Envelope:
-    """Return the envelope, still without payload, that one side sends; `ConfigError` if wrong."""
-    if not _is_text(engine_id) or not engine_id:
+def check_identity(engine_id: object, compatibility: Mapping[Any, Any]) -> Envelope:
+    """Return one side's envelope, without a payload."""
+    if not isinstance(engine_id, str) or not engine_id:
         raise ConfigError(f"engine_id is {engine_id!r}; expected a non-empty str")
     for field, value in compatibility.items():
-        if not _is_text(field) or not _is_text(value):
+        if not isinstance(field, str) or not isinstance(value, str):
             raise ConfigError(f"compatibility field {field!r} is {value!r}; expected str and str")
-    return Envelope(PROTOCOL_VERSION, engine_id, dict(compatibility))
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+    return Envelope(wire.VERSION, engine_id, dict(compatibility))
 
 
 def check_rank(rank: object) -> Rank:
-    """Return the rank if it is one; raises `ConfigError` otherwise."""
+    """Return the rank if valid; raises `ConfigError` otherwise."""
     try:
         checked: Rank = msgspec.convert(rank, _WireRank)
-        return checked
     except msgspec.ValidationError:
         raise ConfigError(f"rank is {rank!r}; expected (pp rank, tp rank), ints >= 0") from None
+    return checked
 
 
 def compare(mine: Envelope, theirs: Envelope, peer: str) -> None:

@@ -1,4 +1,4 @@
-"""Where one may listen and ask without encryption, and the keys that a shared secret stands for."""
+"""Addresses that are allowed without a secret, and the CURVE keys derived from a secret."""
 
 from __future__ import annotations
 
@@ -12,26 +12,16 @@ from typing import TYPE_CHECKING
 import zmq
 from zmq.utils import z85
 
+from pynixlkv._secret import check_secret
 from pynixlkv.errors import ConfigError
-from pynixlkv.wire import check_secret
 
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["Keys", "find_keys", "resolve"]
-
 
 @dataclass(frozen=True, repr=False)
 class Keys:
-    """The CURVE key pairs that all holders of a secret agree on.
-
-    The listener has one, whoever asks has the other; each side proves to hold its own.
-
-    Parameters
-    ----------
-    server_public, server_secret, client_public, client_secret : bytes
-        In Z85, as ZeroMQ takes them.
-    """
+    """The CURVE key pairs, in Z85: one of the listener, one shared by all clients."""
 
     server_public: bytes
     server_secret: bytes
@@ -39,20 +29,16 @@ class Keys:
     client_secret: bytes
 
     def apply_to_server(self, options: zmq.Socket[Any]) -> None:
-        """Make a socket, before it is bound, demand the client's key."""
+        """Configure a listening socket before `bind`."""
         options.curve_server = True
         options.curve_publickey = self.server_public
         options.curve_secretkey = self.server_secret
 
     def apply_to_client(self, options: zmq.Socket[Any]) -> None:
-        """Make a socket, before it is connected, demand the server's key."""
+        """Configure an asking socket before `connect`."""
         options.curve_serverkey = self.server_public
         options.curve_publickey = self.client_public
         options.curve_secretkey = self.client_secret
-
-    def admits(self, credentials: bytes) -> bool:
-        """Return whether a public key, as 32 raw bytes, is the client's."""
-        return credentials == z85.decode(self.client_public)
 
 
 @functools.lru_cache(maxsize=8)
@@ -67,40 +53,16 @@ def _derive_keys(secret: bytes) -> Keys:
 
 
 def find_keys(secret: bytes | str | None) -> Keys | None:
-    """Return the keys of a secret or, if it is None, of the environment's; None without one."""
+    """Return the keys of the secret or, if None, of the one that the environment names."""
     raw = check_secret(secret)
     return None if raw is None else _derive_keys(raw)
 
 
 def resolve(host: str, port: int, *, keys: Keys | None, allow_insecure: bool) -> tuple[str, bool]:
-    """Turn a host and port into a ZeroMQ endpoint, if it may be used with these keys.
+    """Return a host and port as a ZeroMQ endpoint, and whether they mean all interfaces.
 
-    Parameters
-    ----------
-    host : str
-        Name or numeric address.
-    port : int
-        0 to 65535.
-    keys : Keys, optional
-        Keys of the shared secret, if there is one.
-    allow_insecure : bool
-        Whether a missing secret is accepted on addresses that others can reach.
-
-    Returns
-    -------
-    endpoint : str
-        With a numeric address, so that ZeroMQ's own threads never wait for a name server.
-    is_wildcard : bool
-        Whether the address stands for all interfaces.
-
-    Raises
-    ------
-    ConfigError
-        If the host or port is none, or others could read what is sent there.
-
-    Notes
-    -----
-    Blocks for as long as the system's resolver does, if the host is a name.
+    The endpoint is numeric, so that ZeroMQ's own threads never wait for a name server; this call
+    may. Raises `ConfigError` for an address that is invalid, or not safe to use without keys.
     """
     if type(port) is not int or not 0 <= port <= 65535:
         raise ConfigError(f"port is {port!r}; expected 0 to 65535")
@@ -108,7 +70,7 @@ def resolve(host: str, port: int, *, keys: Keys | None, allow_insecure: bool) ->
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"host {host!r} cannot be resolved: {error}") from error
-    # ZeroMQ tries one address only; a name such as "localhost" that has both means IPv4 to most.
+    # ZeroMQ tries one address only; prefer IPv4 for names that have both, such as "localhost".
     is_ipv6, text = min((each[0] != socket.AF_INET, str(each[4][0])) for each in found)
     address = ipaddress.ip_address(text)
     if keys is None and not allow_insecure and not address.is_loopback:

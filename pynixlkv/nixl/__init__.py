@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pynixlkv.nixl.engine import NixlAgent
+from pynixlkv.nixl.agent import NixlAgent
 from pynixlkv.nixl.verbs import (
     Agent,
     AgentConfig,

@@ -1,9 +1,8 @@
-"""Test doubles and test suites for code that uses, or implements, a transfer engine.
+"""Test doubles and test suites for code that uses, or implements, an agent.
 
-`FakeAgent` moves real bytes between agents of one process and keeps every promise of the `Agent`
-protocol, since it runs on the same engine as the others; `FakeNetwork` makes it slow, lossy or dead
-on demand. `pynixlkv.testing.conformance` holds the suite that every engine passes (it needs
-pytest).
+`FakeAgent` moves real bytes between agents of one process and keeps every promise of `Agent`, since
+only its transfer backend differs; `FakeNetwork` makes it slow, lossy or dead on demand.
+`pynixlkv.testing.conformance` holds the suite that every agent passes (it needs pytest).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from pynixlkv import _native
-from pynixlkv.engine import EngineAgent
+from pynixlkv.agent import Agent
 
 __all__ = ["FakeAgent", "FakeNetwork", "live_counts"]
 
@@ -26,7 +25,7 @@ class FakeNetwork:
         self._native = _native.transfer.FakeNetwork()
 
     def set_delay(self, agent: str, seconds: float) -> None:
-        """Make operations to the agent take this long; half of each batch moves at once."""
+        """Make operations to the agent take this long; half of each batch moves immediately."""
         self._native.set_delay(agent, seconds)
 
     def pause(self, agent: str) -> None:
@@ -34,7 +33,7 @@ class FakeNetwork:
         self._native.pause(agent)
 
     def resume(self, agent: str) -> None:
-        """Undo `pause`; what was pending goes on."""
+        """Undo `pause`; pending operations go on."""
         self._native.resume(agent)
 
     def kill(self, agent: str) -> None:
@@ -50,7 +49,7 @@ class FakeNetwork:
         self._native.drop_notifications(agent, count)
 
 
-class FakeAgent(EngineAgent):
+class FakeAgent(Agent):
     """An agent of this process alone: real bytes, real bounds, faults on demand.
 
     Parameters
@@ -60,7 +59,7 @@ class FakeAgent(EngineAgent):
     network : FakeNetwork
         The agents that it can reach.
     secret : bytes or str, optional
-        As in `EngineAgent`.
+        As in `Agent`.
 
     Raises
     ------
@@ -70,17 +69,16 @@ class FakeAgent(EngineAgent):
         If the network has a live agent of that name.
     """
 
-    engine: ClassVar[str] = "fake"
+    transfer_backend: ClassVar[str] = "fake"
 
     def __init__(
         self, name: str, network: FakeNetwork, *, secret: bytes | str | None = None
     ) -> None:
-        self._check_name(name)
-        super().__init__(
-            lambda incarnation: _native.transfer.fake_engine(name, incarnation, network._native),
-            engine_version="1.0",
-            secret=secret,
-        )
+        self._network = network
+        super().__init__(name, backend_version="1.0", secret=secret)
+
+    def _start(self, name: str, incarnation: bytes) -> _native.transfer.Agent:
+        return _native.transfer.fake_agent(name, incarnation, self._network._native)
 
 
 def live_counts() -> dict[str, int]:
@@ -89,6 +87,6 @@ def live_counts() -> dict[str, int]:
     Returns
     -------
     dict of str to int
-        By class name. A test that returns to the counts it began with has leaked nothing.
+        By class name. A test that ends with the counts it began with has leaked nothing.
     """
     return _native.live_counts()

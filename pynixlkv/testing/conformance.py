@@ -1,6 +1,6 @@
-"""What every transfer engine promises, as a pytest suite.
+"""The promises of every agent, as a pytest suite.
 
-An engine's tests subclass `AgentConformance` and give it two fixtures: ``make_agent`` (name → agent
+Tests of an agent subclass `AgentConformance` and give it two fixtures: ``make_agent`` (name → agent
 of this process) and ``remote`` (the other side, a `pynixlkv.testing.remote.Remote`). Every check
 compares bytes, including the ones that must not have changed.
 """
@@ -38,7 +38,8 @@ from pynixlkv.errors import (
     WireError,
 )
 from pynixlkv.plan import TransferPlan
-from pynixlkv.testing.remote import Pool, random_bytes
+from pynixlkv.testing.contents import random_bytes
+from pynixlkv.testing.remote import Pool
 from pynixlkv.types import TransferState
 
 if TYPE_CHECKING:
@@ -46,12 +47,11 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pynixlkv.engine import EngineAgent
     from pynixlkv.testing.remote import Remote
 
 __all__ = ["AgentConformance", "HungPeerConformance", "rows"]
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 """Longest wait for something that must happen."""
 
 
@@ -64,7 +64,7 @@ def rows(address: int, *ranges: tuple[int, int]) -> npt.NDArray[np.uint64]:
 class _Local:
     """The suite's own side: an agent, its pool, and the connection to the remote."""
 
-    def __init__(self, agent: EngineAgent, remote: Remote, pool: Pool) -> None:
+    def __init__(self, agent: Agent, remote: Remote, pool: Pool) -> None:
         self.agent = agent
         self.remote = remote
         self.pool = pool
@@ -89,20 +89,20 @@ class _Local:
 
 
 class AgentConformance:
-    """The promises of `pynixlkv.agent.EngineAgent`."""
+    """The promises of `pynixlkv.agent.Agent`."""
 
     @pytest.fixture
-    def make_agent(self) -> Iterator[Callable[[str], EngineAgent]]:
-        """Make agents and close them; overridden by the engine's tests."""
+    def make_agent(self) -> Iterator[Callable[[str], Agent]]:
+        """Make agents and close them; overridden by the tests of an agent."""
         raise NotImplementedError
 
     @pytest.fixture
     def remote(self) -> Iterator[Remote]:
-        """Make the other side; overridden by the engine's tests."""
+        """Make the other side; overridden by the tests of an agent."""
         raise NotImplementedError
 
     @pytest.fixture
-    def local(self, make_agent: Callable[[str], EngineAgent], remote: Remote) -> _Local:
+    def local(self, make_agent: Callable[[str], Agent], remote: Remote) -> _Local:
         """Our side, with another layout than the remote's."""
         return _Local(make_agent("local"), remote, Pool("KBHND"))
 
@@ -157,9 +157,7 @@ class AgentConformance:
         assert np.array_equal(local.pool.array, before_here)
         assert np.array_equal(local.remote_pool().array, before_there)
 
-    def test_layouts_may_differ(
-        self, make_agent: Callable[[str], EngineAgent], remote: Remote
-    ) -> None:
+    def test_layouts_may_differ(self, make_agent: Callable[[str], Agent], remote: Remote) -> None:
         local = _Local(make_agent("other-layout"), remote, Pool("BNKHD"))
         remote.fill(5)
         there = local.remote_pool()
@@ -170,7 +168,7 @@ class AgentConformance:
         assert not local.pool.block(0).any()
 
     def test_a_large_transfer_is_cut_and_arrives_whole(
-        self, make_agent: Callable[[str], EngineAgent], remote: Remote
+        self, make_agent: Callable[[str], Agent], remote: Remote
     ) -> None:
         agent = make_agent("large")
         size = 40 << 20
@@ -416,9 +414,7 @@ class AgentConformance:
                 local.agent.connect(bytes(bad))
         assert local.agent.connect(hello).generation == 1
 
-    def test_secrets_must_agree(
-        self, make_agent: Callable[..., EngineAgent], remote: Remote
-    ) -> None:
+    def test_secrets_must_agree(self, make_agent: Callable[..., Agent], remote: Remote) -> None:
         keyed = make_agent("keyed", secret=b"0123456789abcdef")
         other = make_agent("other", secret="another secret!!")
         same = make_agent("same", secret=b"0123456789abcdef")
@@ -451,7 +447,7 @@ class AgentConformance:
             local.agent.read(local.peer, local.plan(), [0], [0]).wait(WAIT_S)
 
     def test_b086_a_live_double_is_refused(
-        self, local: _Local, make_agent: Callable[[str], EngineAgent]
+        self, local: _Local, make_agent: Callable[[str], Agent]
     ) -> None:
         class Double(type(local.agent)):  # type: ignore[misc]
             """Says that it is the remote."""
@@ -491,9 +487,7 @@ class AgentConformance:
                 use()
         assert "closed" in repr(local.agent)
 
-    def test_a_half_built_agent_goes_quietly(
-        self, make_agent: Callable[[str], EngineAgent]
-    ) -> None:
+    def test_a_half_built_agent_goes_quietly(self, make_agent: Callable[[str], Agent]) -> None:
         kind = type(make_agent("model"))
         agent = kind.__new__(kind)
         del agent  # pytest fails on an exception or a warning of the finalizer

@@ -1,15 +1,11 @@
 """The other side of a transfer test: an agent with a pool of bytes, in this process or in a child.
 
-A suite written against `Remote` runs on an in-process double and between real processes alike.
+A suite written against `Remote` runs in one process and between processes alike.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import multiprocessing
-import os
-import signal
-import traceback
+import functools
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -17,30 +13,22 @@ import numpy as np
 from pynixlkv.agent import Registration
 from pynixlkv.errors import PynixlkvError
 from pynixlkv.geometry import KVCache
+from pynixlkv.testing.contents import random_bytes
+from pynixlkv.testing.process import ChildProcess, RunError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from multiprocessing.connection import Connection
-    from multiprocessing.process import BaseProcess
 
     import numpy.typing as npt
 
-    from pynixlkv.agent import Peer, Transfer
-    from pynixlkv.engine import EngineAgent
+    from pynixlkv.agent import Agent, Peer, Transfer
     from pynixlkv.testing import FakeNetwork
 
-__all__ = ["HostPool", "LocalRemote", "Pool", "ProcessRemote", "Remote", "random_bytes"]
-
-_DEADLINE_S = 60.0
-
-
-def random_bytes(nbytes: int, seed: int) -> npt.NDArray[np.uint8]:
-    """Return bytes that depend on the seed alone."""
-    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+__all__ = ["HostPool", "LocalRemote", "Pool", "ProcessRemote", "Remote"]
 
 
 class Pool:
-    """Memory of one side: a small paged KV cache as numpy sees it, registered as a whole.
+    """The memory of one side: a small paged KV cache in a numpy array.
 
     Parameters
     ----------
@@ -61,7 +49,7 @@ class Pool:
 
     @property
     def address(self) -> int:
-        """First byte."""
+        """Address of the first byte."""
         return int(self.array.__array_interface__["data"][0])
 
     @property
@@ -70,18 +58,18 @@ class Pool:
         return self.array.reshape(-1).view(np.uint8)
 
     def fill(self, seed: int) -> None:
-        """Fill it with bytes that depend on the seed."""
+        """Fill the pool with bytes that depend on the seed."""
         self.bytes[:] = random_bytes(self.bytes.size, seed)
 
     def block(self, block_id: int) -> npt.NDArray[np.uint16]:
-        """One block with its axes in the order ``K H N D``, a view."""
+        """Return a view of one block, its axes in the order ``K H N D``."""
         order = [self.axes.index(a) for a in "BKHND"]
         block: npt.NDArray[np.uint16] = self.array.transpose(order)[block_id]
         return block
 
 
 class Remote(Protocol):
-    """What a suite asks of the other side."""
+    """The other side as a suite sees it."""
 
     name: str
 
@@ -89,11 +77,11 @@ class Remote(Protocol):
         """Make the agent, again after `kill`."""
 
     def hello(self) -> bytes:
-        """Return the agent's hello, with its pool's cache."""
+        """Return the agent's hello, with the pool's cache."""
         ...
 
     def connect(self, hello: bytes) -> None:
-        """Connect the agent to the suite's."""
+        """Connect the agent to the suite's agent."""
 
     def address(self) -> int:
         """Return the address of the pool."""
@@ -110,7 +98,7 @@ class Remote(Protocol):
         """Send a notification to a connected peer."""
 
     def notifications(self, timeout: float) -> list[tuple[str, bytes]]:
-        """Take sender and message of what has arrived."""
+        """Take the notifications that have arrived, as (sender, message)."""
         ...
 
     def register_more(self, nbytes: int, seed: int) -> int:
@@ -118,25 +106,25 @@ class Remote(Protocol):
         ...
 
     def deregister_more(self) -> None:
-        """Deregister what `register_more` has registered; the buffers stay."""
+        """Deregister the buffers of `register_more`, and keep them."""
 
     def pause(self) -> None:
-        """Stop taking part, as a stopped process does."""
+        """Stop the agent, as if its process were stopped."""
 
     def resume(self) -> None:
         """Undo `pause`."""
 
     def kill(self) -> None:
-        """Be gone from one moment to the next."""
+        """End the agent without warning."""
 
     def close(self) -> None:
         """Close the agent."""
 
 
-class _Side:
-    """An agent with a pool, as the commands of a remote use it."""
+class _AgentWithPool:
+    """The agent and the pool of a remote, and what its methods do with them."""
 
-    def __init__(self, make: Callable[[str], EngineAgent], name: str, axes: str) -> None:
+    def __init__(self, make: Callable[[str], Agent], name: str, axes: str) -> None:
         self.pool = Pool(axes)
         self.agent = make(name)
         self.agent.register(self.pool.cache)
@@ -179,7 +167,7 @@ class _Side:
         self.more.clear()
 
     def start_pulling(self, hello: bytes, address: int, nbytes: int) -> None:
-        """Begin to read memory of another agent, and answer while that goes on."""
+        """Begin to read memory of another agent, and return at once."""
         array = np.zeros(nbytes, dtype=np.uint8)
         self.more.append(self.agent.register(array))
         here = int(array.__array_interface__["data"][0])
@@ -194,6 +182,8 @@ class _Side:
     def close(self) -> None:
         self.peers.clear()
         self.agent.close()
+        self.more.clear()
+        self.arrays.clear()
 
 
 class LocalRemote:
@@ -202,7 +192,7 @@ class LocalRemote:
     Parameters
     ----------
     network : FakeNetwork
-        Where the faults are injected.
+        The network of the suite's agents.
     name, axes : str
         Agent name, axes of the pool.
     """
@@ -211,20 +201,22 @@ class LocalRemote:
         self.name = name
         self._network = network
         self._axes = axes
-        self._side: _Side | None = None
+        self._local: _AgentWithPool | None = None
         self.start()
 
     def start(self) -> None:
         """Make the agent, again after `kill`."""
         from pynixlkv.testing import FakeAgent
 
-        self._side = _Side(lambda name: FakeAgent(name, self._network), self.name, self._axes)
+        self._local = _AgentWithPool(
+            lambda name: FakeAgent(name, self._network), self.name, self._axes
+        )
 
     def __getattr__(self, command: str) -> Any:  # noqa: ANN401
-        return getattr(self._side, command)
+        return getattr(self._local, command)
 
     def pause(self) -> None:
-        """Leave what goes to it pending."""
+        """Leave operations to the agent pending."""
         self._network.pause(self.name)
 
     def resume(self) -> None:
@@ -232,76 +224,33 @@ class LocalRemote:
         self._network.resume(self.name)
 
     def kill(self) -> None:
-        """Break its connections for good."""
+        """Break the connections of the agent for good."""
         self._network.kill(self.name)
         self.close()
 
     def close(self) -> None:
         """Close the agent."""
-        if self._side is not None:
-            self._side.close()
-            self._side = None
-
-
-def _serve(connection: Connection) -> None:
-    """Be one side after the other until the other process closes the connection."""
-    faulthandler.enable()
-    side: _Side | None = None
-    while True:
-        try:
-            command, arguments = connection.recv()
-        except EOFError:
-            return
-        try:
-            if command == "start":
-                side = _Side(*arguments)
-                answer: tuple[str, object] = ("ok", None)
-            else:
-                answer = ("ok", getattr(side, command)(*arguments))
-        except PynixlkvError as error:
-            answer = ("error", error)
-        except Exception:  # the other process reports it
-            answer = ("traceback", traceback.format_exc())
-        if command == "close":
-            side = None
-        connection.send(answer)
-
-
-class _Host:
-    """A process for remotes."""
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def end(self) -> None:
-        """Let it end by itself; kill it if it does not."""
-        self.connection.close()
-        self.process.join(_DEADLINE_S)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+        if self._local is not None:
+            self._local.close()
+            self._local = None
 
 
 class HostPool:
-    """Processes that remotes use one after the other: to start one takes longer than most tests."""
+    """Processes that remotes use one after the other: a start takes longer than most tests."""
 
     def __init__(self) -> None:
-        self._idle: list[_Host] = []
+        self._idle: list[ChildProcess] = []
 
-    def take(self) -> _Host:
-        """Return a process that nobody uses."""
-        return self._idle.pop() if self._idle else _Host()
+    def take(self) -> ChildProcess:
+        """Return an idle process, or start one."""
+        return self._idle.pop() if self._idle else ChildProcess("the remote process")
 
-    def give_back(self, host: _Host) -> None:
+    def give_back(self, host: ChildProcess) -> None:
         """Take back a process whose agent is closed."""
         self._idle.append(host)
 
     def close(self) -> None:
-        """End all that nobody uses."""
+        """End all idle processes."""
         while self._idle:
             self._idle.pop().end()
 
@@ -312,16 +261,16 @@ class ProcessRemote:
     Parameters
     ----------
     make : callable
-        Makes an agent from its name; must be picklable.
+        Makes an agent from its name; a top-level class or function, or a partial of one.
     name, axes : str
         Agent name, axes of the pool.
     hosts : HostPool, optional
-        Where the process comes from and goes to; by default it is started, and ends at the end.
+        Lends the process; by default the remote starts one and ends it.
     """
 
     def __init__(
         self,
-        make: Callable[[str], EngineAgent],
+        make: Callable[[str], Agent],
         name: str = "remote",
         axes: str = "KBHND",
         hosts: HostPool | None = None,
@@ -334,78 +283,52 @@ class ProcessRemote:
 
     def start(self) -> None:
         """Start the process, again after `kill`."""
-        self._host = self._hosts.take() if self._hosts else _Host()
-        self._ask("start", self._make, self.name, self._axes)
+        self._host = (self._hosts or HostPool()).take()
+        self._host.call(_AgentWithPool, self._make, self.name, self._axes, keep=True)
 
-    @property
-    def _process(self) -> BaseProcess:
-        return self._host.process
-
-    @property
-    def _connection(self) -> Connection:
-        return self._host.connection
-
-    def _answer(self, command: str) -> object:
-        if not self._connection.poll(_DEADLINE_S):
-            raise TimeoutError(f"the remote process did not answer {command!r} in {_DEADLINE_S} s")
+    def _call(self, command: str, *arguments: object) -> object:
         try:
-            kind, value = self._connection.recv()
-        except (EOFError, ConnectionError) as error:
-            self._process.join(_DEADLINE_S)
-            raise RuntimeError(
-                f"the remote process ended with exit code {self._process.exitcode} instead of "
-                f"answering {command!r}"
-            ) from error
-        if kind == "error":
-            raise value
-        if kind == "traceback":
-            raise RuntimeError(f"{command!r} failed in the remote process:\n{value}")
-        return value
-
-    def _ask(self, command: str, *arguments: object) -> object:
-        self._connection.send((command, arguments))
-        return self._answer(command)
+            return self._host.call(command, *arguments)
+        except RunError as error:
+            if isinstance(error.__cause__, PynixlkvError):
+                raise error.__cause__ from None
+            raise
 
     def __getattr__(self, command: str) -> Callable[..., Any]:
         if command.startswith("_"):
             raise AttributeError(command)
-        return lambda *arguments: self._ask(command, *arguments)
+        return functools.partial(self._call, command)
 
     @property
     def pid(self) -> int:
         """Process id."""
-        pid = self._process.pid
-        assert pid is not None
-        return pid
+        return self._host.pid
 
     @property
     def is_running(self) -> bool:
         """Whether the process lives."""
-        return self._process.is_alive()
+        return self._host.is_running
 
     def pause(self) -> None:
         """Stop the process (SIGSTOP), and wait until all of its threads stand still."""
-        os.kill(self.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+        self._host.stop()
 
     def resume(self) -> None:
-        """Let it go on (SIGCONT)."""
-        os.kill(self.pid, signal.SIGCONT)
+        """Continue the process (SIGCONT)."""
+        self._host.resume()
 
     def kill(self) -> None:
-        """Kill it (SIGKILL)."""
-        self._process.kill()
-        self._process.join(_DEADLINE_S)
-        self._connection.close()
+        """Kill the process (SIGKILL)."""
+        self._host.kill()
 
     def close(self) -> None:
         """Close the agent and end the process, or give it back; kill it if that fails."""
-        if not self._process.is_alive():
-            self._connection.close()
+        if not self._host.is_running:
+            self._host.kill()
             return
         self.resume()  # a test that failed may have left it stopped
         try:
-            self._ask("close")
+            self._host.call("close")
         except BaseException:
             self.kill()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pynixlkv.ucx.agent import UcxAgent
 from pynixlkv.ucx.batch import Batch, get_batch, put_batch
 from pynixlkv.ucx.binding import (
     Context,
@@ -16,7 +17,6 @@ from pynixlkv.ucx.binding import (
     get_nbx,
     put_nbx,
 )
-from pynixlkv.ucx.engine import UcxAgent
 
 __all__ = [
     "Batch",

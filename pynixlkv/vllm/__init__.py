@@ -19,12 +19,7 @@ _NAME = "PyNixlKVConnector"
 
 
 def register() -> None:
-    """Tell vLLM's factory where the connector is; called by vLLM in each of its processes.
-
-    Notes
-    -----
-    May be called any number of times.
-    """
+    """Tell vLLM's factory where the connector is; vLLM calls it in each process, maybe twice."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if _NAME not in KVConnectorFactory._registry:

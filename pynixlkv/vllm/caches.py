@@ -1,8 +1,8 @@
 """vLLM's description of its KV cache, as geometry.
 
 vLLM gives every attention layer a tensor with the axes block, head, token and content, in any order
-of strides; content is K and V of a head and token, or a latent. Nothing below needs to tell K from
-V, so content is one axis here.
+of strides. The content is K and V of a head and token, or a latent; this module need not tell K
+from V, so content is one axis.
 """
 
 from __future__ import annotations
@@ -25,41 +25,16 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class ParallelPlace:
-    """Where a worker is in vLLM's parallel groups.
-
-    Parameters
-    ----------
-    tp, dcp : tuple of (int, int)
-        Rank and size.
-    interleave : int
-        Consecutive tokens that go to one rank under decode context parallelism.
-    """
+    """The place of a worker in vLLM's parallel groups: ranks and sizes."""
 
     tp: tuple[int, int]
     dcp: tuple[int, int] = (0, 1)
     interleave: int = 1
+    """Consecutive tokens of one rank under decode context parallelism."""
 
 
 def group_specs(kv_cache_config: Any, dcp_size: int) -> list[GroupSpec]:  # noqa: ANN401
-    """Return how the block tables of vLLM's groups are to be read.
-
-    Parameters
-    ----------
-    kv_cache_config : vllm.v1.kv_cache_interface.KVCacheConfig
-        vLLM's.
-    dcp_size : int
-        Ranks that share the tokens of a sequence.
-
-    Returns
-    -------
-    list of GroupSpec
-        One for each group that takes part in transfers.
-
-    Raises
-    ------
-    ConfigError
-        If a group's kind is not supported.
-    """
+    """Return how to read the block table of each group that takes part in transfers."""
     specs = []
     for group in kv_cache_config.transfer_groups:
         _check_kind(group)
@@ -78,76 +53,51 @@ def kv_cache(
     *,
     is_opaque: bool,
 ) -> tuple[KVCache, dict[str, int]]:
-    """Describe the tensors that vLLM registers.
+    """Describe the tensors that vLLM registers, each of shape (blocks, heads, tokens, content).
 
-    Parameters
-    ----------
-    tensors : mapping of str to torch.Tensor
-        By layer name, each of shape (blocks, heads, tokens, content).
-    kv_cache_config : vllm.v1.kv_cache_interface.KVCacheConfig
-        vLLM's.
-    total_kv_heads : int
-        KV heads of the whole model.
-    place : ParallelPlace
-        This worker's.
-    is_opaque : bool
-        The inside of a head's page is in an order of its own, as vLLM's CPU kernels have it: pages
-        move whole, or by whole heads.
-
-    Returns
-    -------
-    cache : KVCache
-        Its groups are layers that differ in number only.
-    table_of : dict of str to int
-        Which of vLLM's block tables each group uses.
-
-    Raises
-    ------
-    ConfigError
-        If a layer's kind is not supported.
-    LayoutError
-        If a tensor does not fit what vLLM says about it.
+    Returns the cache, whose groups are layers that differ only in their numbers, and which of
+    vLLM's block tables each group uses. If `is_opaque`, the inside of a head's page has an order of
+    its own, as for vLLM's CPU kernels: pages move whole, or by whole heads.
     """
-    alike: dict[tuple[int, str, tuple[int, ...], object], dict[str, Any]] = {}
-    heads_of: dict[tuple[int, str, tuple[int, ...], object], int | None] = {}
+    alike: dict[tuple[int, str, tuple[int, ...], object, int | None], dict[str, Any]] = {}
     for index, group in enumerate(kv_cache_config.transfer_groups):
         _check_kind(group)
         specs = _layer_specs(group)
         for name in group.layer_names:
             if name not in tensors:
-                continue  # on another stage, or sharing the cache of another layer
+                continue  # on another stage, or shares the cache of another layer
             tensor = tensors[name]
             if tensor.ndim != 4:
                 raise LayoutError(
                     f"layer {name!r} has a tensor of shape {tuple(tensor.shape)}; expected "
                     "(blocks, heads, tokens, content)"
                 )
-            key = (index, _NUMBER.sub("#", name), tuple(tensor.shape), tensor.dtype)
+            heads = _total_heads(specs[name], tensor.shape[1], total_kv_heads, place)
+            key = (index, _NUMBER.sub("#", name), tuple(tensor.shape), tensor.dtype, heads)
             alike.setdefault(key, {})[name] = tensor
-            heads_of[key] = _total_heads(specs[name], tensor.shape[1], total_kv_heads, place)
     if not alike:
         raise ConfigError("vLLM registered no layer of a group that takes part in transfers")
-    caches, table_of = [], {}
-    for (index, template, shape, dtype), members in alike.items():
+    caches, block_table_index = [], {}
+    for (index, template, _, _, heads), members in alike.items():
         name = f"{index}:{template}"
-        while name in table_of:  # layers of one name pattern with different shapes
+        while name in block_table_index:  # one name pattern, several shapes
             name += "'"
-        table_of[name] = index
+        block_table_index[name] = index
         spec = _layer_specs(kv_cache_config.transfer_groups[index])[next(iter(members))]
         caches.append(
             KVCache.from_tensors(
                 members,
                 axes="BHND",
-                kv_heads=heads_of[index, template, shape, dtype],
+                kv_heads=heads,
                 tp=place.tp,
                 layers=[layer_number(layer) for layer in members],
                 group=name,
                 dcp=place.dcp if spec.dcp_sharded else (0, 1),
                 interleave=place.interleave if spec.dcp_sharded and place.dcp[1] > 1 else 1,
-                indivisible="N" if is_opaque else "",
+                opaque_axes="N" if is_opaque else "",
             )
         )
-    return KVCache.combine(*caches), table_of
+    return KVCache.combine(*caches), block_table_index
 
 
 def _layer_specs(group: Any) -> Mapping[str, Any]:  # noqa: ANN401
@@ -201,27 +151,11 @@ def _total_heads(
         return int(held * min(size, spec.max_tp_shards))
     if held == max(1, total // size):
         return total
-    return held * size  # heads are packed, or the layer has a number of its own
+    return held * size  # packed heads, or a layer with its own number
 
 
 def layer_number(name: str) -> int:
-    """Return the number of a layer in the model.
-
-    Parameters
-    ----------
-    name : str
-        vLLM's name of the layer.
-
-    Returns
-    -------
-    int
-        The number in it.
-
-    Raises
-    ------
-    LayoutError
-        If there is none, or several.
-    """
+    """Return the number of a layer in the model: the only number in vLLM's name of it."""
     found = [int(number) for number in _NUMBER.findall(name)]
     if len(found) != 1:
         raise LayoutError(

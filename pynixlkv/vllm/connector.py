@@ -1,4 +1,4 @@
-"""`PyNixlKVConnector`: vLLM's types to `pynixlkv.connector` and back, and nothing else."""
+"""`PyNixlKVConnector`: translates vLLM's types to `pynixlkv.connector` and back."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from pynixlkv import __version__
-from pynixlkv.connector.hostcopy import make_host_tensors
 from pynixlkv.connector.metadata import (
     ConnectorMetadata,
-    EngineShape,
-    HandOff,
+    KVTransferParams,
+    ParallelSizes,
     RequestInfo,
 )
 from pynixlkv.connector.scheduler import ConnectorScheduler
-from pynixlkv.connector.staging import HostBlockPool, HostStaging
+from pynixlkv.connector.staging import HostBlockPool, HostStaging, make_host_tensors
 from pynixlkv.connector.worker import ConnectorWorker
 from pynixlkv.errors import ConfigError, LibraryVersionError
 from pynixlkv.handshake import Handshake
 from pynixlkv.vllm.caches import ParallelPlace, group_specs, kv_cache, layer_number
-from pynixlkv.vllm.host import BlockCopy, StreamFence
+from pynixlkv.vllm.host import BlockCopy, work_so_far
 from pynixlkv.vllm.options import Options
 from pynixlkv.vllm.stats import PyNixlKVPromMetrics, PyNixlKVStats
 
@@ -55,14 +54,13 @@ if TYPE_CHECKING:
 
     from pynixlkv.agent import Agent
     from pynixlkv.connector.metadata import AgentMetadata, BlockLists
-    from pynixlkv.connector.receiver import Fence
 
 __all__ = ["PyNixlKVConnector"]
 
 _log = logging.getLogger(__name__)
 
 _TESTED = ((0, 32),)
-"""Releases of vLLM that this connector is tested with; its interface changes between releases."""
+"""Releases of vLLM that this connector is tested with."""
 
 
 @dataclass
@@ -71,12 +69,12 @@ class _StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     connector: ConnectorMetadata
     rejected: dict[str, str] = field(default_factory=dict)
-    """Requests whose hand-off is not valid, and why: they fail like a load that fails."""
+    """Requests with invalid parameters, and why: they fail as a failed load does."""
 
 
 @dataclass
 class _WorkerHello(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What vLLM collects from the workers for the handshake."""
+    """What vLLM collects from each worker for the handshake."""
 
     agent: AgentMetadata
 
@@ -84,20 +82,8 @@ class _WorkerHello(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Moves KV blocks between vLLM engines with pynixlkv.
 
-    Made by vLLM, once in the scheduler's process and once in each worker. Options are those of
+    vLLM creates one in the scheduler's process and one in each worker. Its options are those of
     `pynixlkv.vllm.options.Options`.
-
-    Parameters
-    ----------
-    vllm_config, role, kv_cache_config
-        As vLLM's factory gives them.
-
-    Raises
-    ------
-    LibraryVersionError
-        If this release of vLLM is not one that the connector is tested with.
-    ConfigError
-        If an option is wrong, or the model has a cache of a kind that is not supported.
     """
 
     def __init__(
@@ -111,7 +97,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._dcp = vllm_config.parallel_config.decode_context_parallel_size
         self._settings = self._options.connector_config(_compatibility(vllm_config))
         parallel = vllm_config.parallel_config
-        self._shape = EngineShape(
+        self._parallel = ParallelSizes(
             pp=parallel.pipeline_parallel_size, tp=parallel.tensor_parallel_size, dcp=self._dcp
         )
         self._handshake: Handshake | None = None
@@ -121,7 +107,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._infos: dict[str, RequestInfo] = {}
         self._computed: dict[str, int] = {}
         self._rejected: dict[str, str] = {}
-        self._failing: dict[str, str] = {}  # rejected requests on their way to the results
+        self._failing: dict[str, str] = {}  # rejected requests for the next results
         self._copy: BlockCopy | None = None
         self._layer_numbers: dict[str, int] = {}
         self._is_step_begun = False
@@ -131,7 +117,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler = ConnectorScheduler(
                 self._engine_id,
                 groups,
-                shape=self._shape,
+                parallel=self._parallel,
                 config=self._settings,
                 host_pool=HostBlockPool([host_blocks] * len(groups)) if host_blocks else None,
             )
@@ -178,15 +164,15 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler
 
     def _info(self, request: Request) -> RequestInfo:
-        """Return a request as the scheduler half knows it; a bad hand-off fails it later."""
+        """Return a request as the scheduler half knows it; bad parameters fail it later."""
         info = self._infos.get(request.request_id)
         if info is None:
             try:
-                hand_off = HandOff.from_dict(request.kv_transfer_params)
-                info = RequestInfo(request.request_id, request.num_prompt_tokens, hand_off)
+                params = KVTransferParams.from_dict(request.kv_transfer_params)
+                info = RequestInfo(request.request_id, request.num_prompt_tokens, params)
                 self._side.get_num_new_matched_tokens(info, 0)
             except ConfigError as error:
-                # Whoever sent it must not be able to stop the engine.
+                # A bad request must not stop the engine.
                 _log.error("request %s: %s", request.request_id, error)
                 self._rejected[request.request_id] = str(error)
                 info = RequestInfo(request.request_id, request.num_prompt_tokens)
@@ -194,7 +180,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return info
 
     def on_new_request(self, request: Request) -> None:
-        """Let the producer know that the request is wanted, while it is queued."""
+        """Keep the request's lease alive while it is queued."""
         self._side.on_new_request(self._info(request))
 
     def get_num_new_matched_tokens(
@@ -216,7 +202,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Begin to fetch into the blocks that were allocated."""
+        """Start to fetch into the allocated blocks."""
         why = self._rejected.pop(request.request_id, None)
         if why is not None:
             if num_external_tokens:
@@ -243,7 +229,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return _StepMetadata(self._side.build_connector_meta(), rejected)
 
     def _save(self, scheduler_output: SchedulerOutput) -> None:
-        """Have what this step adds to prompts that are handed over pushed layer by layer."""
+        """Push what this step computes of prompts for consumers, layer by layer."""
         cached = scheduler_output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         computed |= {
@@ -251,13 +237,13 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         }
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
             info = self._infos.get(request_id)
-            if info is not None and info.hand_off.do_remote_decode:
+            if info is not None and info.params.do_remote_decode:
                 until = min(computed[request_id] + count, info.num_prompt_tokens)
                 tables = self._tables(self._kv_cache_manager.get_block_ids(request_id))
                 self._side.save(info, tables, until)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take what all workers have reported."""
+        """Take the reports of all workers."""
         self._side.update_finished(
             sent=connector_output.finished_sending or set(),
             received=connector_output.finished_recving or set(),
@@ -266,13 +252,13 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Keep a request's blocks for a consumer, or let them go."""
+        """Hold a request's blocks for a consumer, or free them."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Keep a request's blocks for a consumer, or let them go; one table for each group."""
+        """Hold a request's blocks for a consumer, or free them; one table for each group."""
         from vllm.v1.request import RequestStatus
 
         info = self._info(request)
@@ -289,7 +275,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # ---- worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Register the cache with an agent, and begin to work."""
+        """Register the cache with an agent, and start to work."""
         from vllm.distributed.parallel_state import (
             get_pp_group,
             get_tensor_model_parallel_rank,
@@ -304,13 +290,13 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             kv_cache_config=self._kv_cache_config,
             total_kv_heads=self._vllm_config.model_config.get_total_num_kv_heads(),
             place=ParallelPlace(
-                tp=(rank[1], self._shape.tp),
+                tp=(rank[1], self._parallel.tp),
                 dcp=(rank[1] % self._dcp, self._dcp),
                 interleave=parallel.cp_kv_cache_interleave_size,
             ),
             is_opaque=next(iter(kv_caches.values())).device.type == "cpu",
         )
-        cache, table_of = describe(kv_caches)
+        cache, block_table_index = describe(kv_caches)
         staging = None
         host_blocks = self._num_host_blocks()
         if host_blocks:
@@ -329,11 +315,13 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._agent,
             engine_id=self._engine_id,
             rank=rank,
-            shape=self._shape,
+            parallel=self._parallel,
             config=self._settings,
         )
         self._hello = _WorkerHello(
-            self._worker.register_kv_caches(cache, table_of=table_of, staging=staging)
+            self._worker.register_kv_caches(
+                cache, block_table_index=block_table_index, staging=staging
+            )
         )
         _log.info("rank %s: %r", rank, cache)
 
@@ -347,7 +335,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _make_agent(self, name: str) -> Agent:
         options = self._options
-        if options.engine == "ucx":
+        if options.transfer_backend == "ucx":
             from pynixlkv.ucx import UcxAgent
 
             return UcxAgent(name, config=options.backend_params)
@@ -374,18 +362,17 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._begin_step()
 
     def _begin_step(self) -> None:
-        """Hand the step's message over, once: vLLM calls for loads after layers were saved."""
+        """Hand the step's message over, once: vLLM may save layers before it starts loads."""
         if self._is_step_begun:
             return
         self._is_step_begun = True
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _StepMetadata)
-        fence: Fence | None = StreamFence() if torch.cuda.is_available() else None
-        self._loader.start_load_kv(metadata.connector, fence)
+        self._loader.start_load_kv(metadata.connector, work_so_far())
         self._failing.update(metadata.rejected)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request runs only when all of it is here."""
+        """Do nothing: a request runs only after all of it has arrived."""
 
     def save_kv_layer(
         self,
@@ -394,7 +381,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         attn_metadata: object,  # noqa: ARG002
         **kwargs: object,  # noqa: ARG002
     ) -> None:
-        """Push a layer of the prompts in this step, if that is asked for."""
+        """Push a layer of the prompts in this step, if `layerwise` is set."""
         number = self._layer_numbers.get(layer_name)
         if number is None:
             return
@@ -402,14 +389,13 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _StepMetadata)
         if metadata.connector.reqs_to_save:
-            fence = StreamFence() if torch.cuda.is_available() else None
-            self._loader.save_kv_layer(number, fence)
+            self._loader.save_kv_layer(number, work_so_far())
 
     def wait_for_save(self) -> None:
-        """Do nothing: kept blocks stay until they are reported as sent."""
+        """Do nothing: held blocks stay until they are reported as sent."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """Return what has ended since the last step, each request once."""
+        """Return the requests that have ended since the last step."""
         finished = self._loader.get_finished()
         failed = finished.failed.keys() | self._failing.keys()
         self._failing = {}
@@ -420,7 +406,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def shutdown(self) -> None:
-        """Close everything that this role has."""
+        """Close everything this role owns."""
         if self._worker is not None:
             self._worker.shutdown()
         if self._agent is not None:
@@ -431,7 +417,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # ---- metrics
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return what was counted since the last call."""
+        """Return the counts since the last call."""
         if self._worker is None:
             return None
         stats = PyNixlKVStats.of(self._worker.stats.take())
@@ -441,7 +427,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
-        """Return counted things as vLLM's type."""
+        """Return counts in vLLM's type."""
         return PyNixlKVStats(data=data or {})
 
     @classmethod
@@ -457,12 +443,12 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return whether layers are pushed as they finish: a full CUDA graph would skip that."""
+        """Return whether layers are pushed as they finish, which a full CUDA graph would skip."""
         return Options.read(extra_config).layerwise
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Ask for heads outside tokens, so that a share of the heads is one piece of a block."""
+        """Ask for heads outside tokens, so that a slice of the heads is contiguous in a block."""
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
@@ -479,7 +465,7 @@ def _check_version(version: str) -> None:
 
 
 def _compatibility(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return what two engines must have in common for their bytes to mean the same."""
+    """Return what two engines must agree on for their bytes to have the same meaning."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     facts: dict[str, object] = {
         "vllm": vllm.__version__,
@@ -498,6 +484,6 @@ def _compatibility(vllm_config: VllmConfig) -> dict[str, str]:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        # The kernels order the inside of a page by instruction set.
+        # The order inside a page depends on the instruction set of the kernels.
         facts["cpu"] = torch.backends.cpu.get_cpu_capability()
     return {name: str(value) for name, value in facts.items()}

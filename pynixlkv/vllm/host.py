@@ -1,4 +1,4 @@
-"""Host buffers: device memory that cannot be registered is copied by vLLM's own function."""
+"""Host buffers: vLLM's own function copies device memory that cannot be registered."""
 
 from __future__ import annotations
 
@@ -6,42 +6,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pynixlkv.connector.fences import DONE
-from pynixlkv.connector.hostcopy import TensorCopy
+from pynixlkv.connector.staging import COMPLETED, TensorCopy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pynixlkv.connector.fences import Fence
     from pynixlkv.connector.metadata import BlockLists
-    from pynixlkv.connector.staging import Direction
+    from pynixlkv.connector.staging import DeviceEvent, Direction
     from pynixlkv.geometry import Geometry
 
-__all__ = ["BlockCopy", "StreamFence"]
+__all__ = ["BlockCopy", "work_so_far"]
 
 
-class StreamFence:
-    """Done when all work that was launched on the current stream has ended."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()
-
-    def done(self) -> bool:
-        """Return whether it has ended."""
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+def work_so_far() -> torch.cuda.Event | None:
+    """Return an event after all work launched on the current stream; None without CUDA."""
+    return torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
 
 
 class BlockCopy:
-    """Copies blocks between vLLM's tensors and host tensors of the same names.
-
-    Parameters
-    ----------
-    device, host : mapping of str to torch.Tensor
-        By layer name.
-    geometry : Geometry
-        Of the device's tensors: says which layers share a table.
-    """
+    """Copies blocks between vLLM's tensors and host tensors, both by layer name."""
 
     def __init__(
         self,
@@ -50,7 +33,7 @@ class BlockCopy:
         geometry: Geometry,
     ) -> None:
         self.operation: Callable[..., None] | None = None
-        """vLLM's copy function, once it has given one."""
+        """vLLM's copy function, once it is known."""
         self._groups = []
         for group in geometry.groups:
             names = sorted({region.name for region in group.regions})
@@ -59,8 +42,8 @@ class BlockCopy:
 
     def __call__(
         self, direction: Direction, device_blocks: BlockLists, host_blocks: BlockLists
-    ) -> Fence:
-        """Start to copy; as `pynixlkv.connector.staging.CopyFunction` says."""
+    ) -> DeviceEvent:
+        """Start to copy; a `pynixlkv.connector.staging.CopyFunction`."""
         if self.operation is None:
             plain = TensorCopy(*((device, host, "BHND") for device, host in self._groups))
             return plain(direction, device_blocks, host_blocks)
@@ -72,4 +55,4 @@ class BlockCopy:
                 self.operation(device, host, ids, other, direction)
             else:
                 self.operation(host, device, other, ids, direction)
-        return StreamFence() if torch.cuda.is_available() else DONE
+        return work_so_far() or COMPLETED

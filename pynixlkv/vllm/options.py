@@ -1,4 +1,4 @@
-"""What ``kv_connector_extra_config`` may say, by vLLM's own names where they mean the same."""
+"""The options in ``kv_connector_extra_config``, by vLLM's own names where the meaning agrees."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     Parameters
     ----------
-    engine : str
+    transfer_backend : str
         What moves the bytes: ``"nixl"`` or ``"ucx"``.
     backends : list of str
         NIXL backend, exactly one.
@@ -32,34 +32,33 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         ``"pull"`` or ``"push"``; the same on both sides.
     layerwise : bool
         In push mode: send each layer of each chunk of a prompt as soon as the device has finished
-        it, to decode engines that have asked by then.
+        it, to decode engines that have asked for it by then.
     side_channel_host : str
-        Where the handshake listens, and where consumers reach it: an address of this machine, no
-        wildcard.
+        Address of this machine where the handshake listens and consumers connect; no wildcard.
     side_channel_port : int
-        Its port, plus the data-parallel index; 0 for any free one.
+        Its port, to which the data-parallel index is added; 0 for any free one.
     allow_insecure : bool
-        Listen and ask beyond loopback without the shared secret of ``PYNIXLKV_SECRET``.
+        Listen and connect beyond loopback without the shared secret of ``PYNIXLKV_SECRET``.
     kv_lease_duration : float
-        How long blocks are kept from the end of the prefill, and after each heartbeat.
+        How long blocks are held after the end of the prefill and after each heartbeat.
     kv_heartbeat_interval : float
         Time between heartbeats; a sixth of the lease if left out.
     transfer_timeout : float
-        Longest time from the start of a request's loading to its end.
+        Longest time to load a request.
     handshake_timeout : float
         Longest handshake.
     engine_ttl : float
-        Idle producers are forgotten after as long.
+        Producers that are idle for this long are forgotten.
     max_leases : int
-        Most requests that are kept at once.
+        Most requests that are held at once.
     host_buffer_blocks : int
-        Go through host memory of as many blocks for each table. By default only where
-        ``kv_buffer_device`` is ``"cpu"`` and the device is not, with as many as the device has.
+        Stage in host memory with this many blocks for each table. By default only where
+        ``kv_buffer_device`` is ``"cpu"`` and the device is not, with the device's number of blocks.
     enforce_handshake_compat : bool
         Refuse a peer whose model, dtype or versions differ.
     """
 
-    engine: Literal["nixl", "ucx"] = "nixl"
+    transfer_backend: Literal["nixl", "ucx"] = "nixl"
     backends: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1)] = msgspec.field(
         default_factory=lambda: ["UCX"]
     )
@@ -92,13 +91,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> Options:
-        """Check the options.
-
-        Raises
-        ------
-        ConfigError
-            If one is unknown or out of range; names it.
-        """
+        """Validate the options; raise `ConfigError` for a wrong one, by name."""
         try:
             return msgspec.convert(dict(extra), cls)
         except msgspec.ValidationError as error:
@@ -108,7 +101,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             ) from error
 
     def connector_config(self, compatibility: Mapping[str, str]) -> ConnectorConfig:
-        """Return the options of the layer below."""
+        """Return the options of `pynixlkv.connector`."""
         return ConnectorConfig(
             transfer_mode=self.transfer_mode,
             lease_duration=self.kv_lease_duration,

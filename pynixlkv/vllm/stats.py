@@ -11,11 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from pynixlkv.connector.stats import StatsSnapshot
+from pynixlkv.connector.stats import PrometheusMetrics, StatsSnapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
 
@@ -63,23 +61,6 @@ class PyNixlKVStats(KVConnectorStats):  # type: ignore[misc]
         }
 
 
-_COUNTERS: dict[str, tuple[str, Callable[[StatsSnapshot], float]]] = {
-    "transfers": ("Transfers that ended well", lambda s: s.transfers),
-    "bytes_transferred": ("Bytes that they moved", lambda s: s.bytes),
-    "descriptors": ("Descriptors that they were posted as", lambda s: s.descriptors),
-    "post_time_seconds": ("Time inside the library's post calls", lambda s: s.post.sum_s),
-    "xfer_time_seconds": ("Time from call to end of transfers", lambda s: s.transfer.sum_s),
-    "requests_received": ("Requests received", lambda s: s.ends.get("received", 0)),
-    "requests_failed": ("Requests that failed", lambda s: s.ends.get("failed", 0)),
-    "requests_expired": ("Requests that came too late", lambda s: s.ends.get("expired", 0)),
-    "leases_expired": ("Leases that ran out", lambda s: s.leases.get("expired", 0)),
-}
-_GAUGES: dict[str, tuple[str, Callable[[StatsSnapshot], float]]] = {
-    "live_leases": ("Requests that are kept for consumers", lambda s: s.live_leases),
-    "peers": ("Producer engines that are connected", lambda s: s.peers),
-}
-
-
 class PyNixlKVPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """Counters and gauges named ``vllm:pynixlkv_…``, one of each for each engine of a process."""
 
@@ -91,19 +72,14 @@ class PyNixlKVPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._metrics = {
-            name: metric_types[kind](
-                name=f"vllm:pynixlkv_{name}", documentation=text, labelnames=labelnames
-            )
-            for kind, metrics in ((Counter, _COUNTERS), (Gauge, _GAUGES))
-            for name, (text, _) in metrics.items()
-        }
+        self._metrics = PrometheusMetrics(
+            metric_types[Counter],
+            metric_types[Gauge],
+            prefix="vllm:pynixlkv_",
+            labelnames=labelnames,
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what was counted since the last time."""
+        """Add the counts since the last call."""
         counts = msgspec.convert(transfer_stats_data, StatsSnapshot)
-        labels = self.per_engine_labelvalues[engine_idx]
-        for name, (_, value) in _COUNTERS.items():
-            self._metrics[name].labels(*labels).inc(value(counts))
-        for name, (_, value) in _GAUGES.items():
-            self._metrics[name].labels(*labels).set(value(counts))
+        self._metrics.observe(counts, self.per_engine_labelvalues[engine_idx])

@@ -1,4 +1,4 @@
-// Two engines on UCX in one process, each with a thread of its own, over a real libucp: the one
+// Two agents on UCX in one process, each with a thread of its own, over a real libucp: the one
 // that PYNIXLKV_UCX_LIBRARY names.
 #include <unistd.h>
 
@@ -14,14 +14,14 @@
 
 #include "base/live_count.hpp"
 #include "check.hpp"
-#include "transfer/engine.hpp"
+#include "transfer/agent.hpp"
 #include "ucx/driver.hpp"
 #include "ucx/listener.hpp"
 #include "ucx/request.hpp"
 
 using namespace pynixlkv;
 using namespace std::chrono_literals;
-using transfer::Engine;
+using transfer::Agent;
 using transfer::Op;
 using transfer::Span;
 using transfer::State;
@@ -42,15 +42,15 @@ std::shared_ptr<const ucx::Library> library() {
     return opened;
 }
 
-/// An engine with a pool of memory, ordinary or UCX's own.
+/// An agent with a pool of memory, ordinary or UCX's own.
 struct Side {
     Side(std::string its_name, const ConfigMap& config, bool allocate)
         : name(std::move(its_name)), context(ucx::Context::create(library(), config)) {
         static int count = 0;
         incarnation = std::to_string(::getpid()) + "-" + std::to_string(++count);
-        transfer::EngineOptions options;
+        transfer::AgentOptions options;
         options.incarnation = incarnation;
-        engine = std::make_unique<Engine>(
+        agent = std::make_unique<Agent>(
             name, [this] { return std::make_unique<ucx::UcxDriver>(context, name); }, options);
         if (allocate) {
             allocated = ucx::MemoryHandle::allocate(context, kBytes);
@@ -60,18 +60,17 @@ struct Side {
             pool = ordinary.data();
         }
         spans = {{{reinterpret_cast<std::uint64_t>(pool), kBytes, 0}, transfer::Memory::kDram}};
-        registration = engine->register_memory(spans);
+        registration = agent->register_memory(spans);
     }
     Side(const Side&) = delete;
     Side& operator=(const Side&) = delete;
     ~Side() {
         registration.reset();
-        CHECK(engine->close(in(20s)));
+        CHECK(agent->close(in(20s)));
     }
 
     std::shared_ptr<transfer::Peer> connect(const Side& other) const {
-        return engine->connect(other.name, other.incarnation, other.engine->metadata(),
-                               other.spans);
+        return agent->connect(other.name, other.incarnation, other.agent->metadata(), other.spans);
     }
     Row row(std::size_t block) const { return {spans[0].row.address + block * kBlock, kBlock, 0}; }
     bool holds(std::size_t block, unsigned char value) const {
@@ -86,7 +85,7 @@ struct Side {
     std::vector<unsigned char> ordinary;
     unsigned char* pool = nullptr;
     std::vector<Span> spans;
-    std::unique_ptr<Engine> engine;
+    std::unique_ptr<Agent> agent;
     std::shared_ptr<transfer::Registration> registration;
 };
 
@@ -105,14 +104,14 @@ void pull_from_both_sides(const ConfigMap& config, bool allocate) {
     const auto pull = [&done](const Side& here, const Side& there,
                               const std::shared_ptr<transfer::Peer>& peer, std::size_t first) {
         for (std::size_t i = first; i < first + kEach; ++i) {
-            transfer::Request request;
+            transfer::Submission request;
             request.op = Op::kRead;
             request.peer = peer;
             request.local_extents = {here.row(kBlocks / 2 + i)};
             request.remote_extents = {there.row(i)};
             request.notify = std::to_string(i);
             request.timeout = 60s;
-            const auto t = here.engine->submit(request);
+            const auto t = here.agent->submit(request);
             if (t->wait(in(60s)) && t->state() == State::kDone) ++done;
         }
     };
@@ -124,8 +123,8 @@ void pull_from_both_sides(const ConfigMap& config, bool allocate) {
     std::size_t notes = 0;
     const auto until = in(90s);
     while (notes < 4 * kEach && transfer::Clock::now() < until) {
-        notes += a.engine->take_notifications(in(10ms)).size();
-        notes += b.engine->take_notifications(in(10ms)).size();
+        notes += a.agent->take_notifications(in(10ms)).size();
+        notes += b.agent->take_notifications(in(10ms)).size();
     }
     for (auto& thread : threads) thread.join();
     CHECK_EQ(done.load(), 4 * kEach);
@@ -156,21 +155,21 @@ TEST_CASE("a write is there before its notification") {
     const auto to_b = a.connect(b);
     for (unsigned char value = 1; value < 50; ++value) {
         std::fill_n(a.pool, kBlock, value);
-        transfer::Request request;
+        transfer::Submission request;
         request.op = Op::kWrite;
         request.peer = to_b;
         request.local_extents = {a.row(0)};
         request.remote_extents = {b.row(value)};
         request.notify = "written";
         request.timeout = 60s;
-        const auto t = a.engine->submit(request);
-        CHECK_EQ(b.engine->take_notifications(in(60s)).size(), 1U);
+        const auto t = a.agent->submit(request);
+        CHECK_EQ(b.agent->take_notifications(in(60s)).size(), 1U);
         CHECK(b.holds(value, value));
         CHECK(t->wait(in(60s)));
     }
 }
 
-TEST_CASE("an engine that goes away ends what its peer asks of it") {
+TEST_CASE("an agent that goes away ends what its peer asks of it") {
     Side a("a", {{"TLS", "tcp"}}, false);
     std::shared_ptr<transfer::Peer> peer;
     std::vector<std::shared_ptr<transfer::Transfer>> transfers;
@@ -178,13 +177,13 @@ TEST_CASE("an engine that goes away ends what its peer asks of it") {
         Side b("b", {{"TLS", "tcp"}}, false);
         peer = a.connect(b);
         for (std::size_t i = 0; i < 32; ++i) {
-            transfer::Request request;
+            transfer::Submission request;
             request.op = Op::kRead;
             request.peer = peer;
             request.local_extents = {a.row(i)};
             request.remote_extents = {b.row(i)};
             request.timeout = 60s;
-            transfers.push_back(a.engine->submit(request));
+            transfers.push_back(a.agent->submit(request));
         }
     }
     for (const auto& t : transfers) {
@@ -193,11 +192,11 @@ TEST_CASE("an engine that goes away ends what its peer asks of it") {
     }
 }
 
-TEST_CASE("an engine without error handling refuses one with it") {
+TEST_CASE("an agent without error handling refuses one with it") {
     const Side a("a", {{"TLS", "tcp"}}, false);
     const auto context = ucx::Context::create(library(), {{"TLS", "tcp"}});
     ucx::UcxDriver driver(context, "b", ucx::capi::kErrorNone);
-    CHECK_THROWS(Error, driver.connect("a", a.engine->metadata()));
+    CHECK_THROWS(Error, driver.connect("a", a.agent->metadata()));
 }
 
 TEST_CASE("connections by socket address carry messages and end when the peer closes") {
@@ -210,7 +209,7 @@ TEST_CASE("connections by socket address carry messages and end when the peer cl
     const auto there =
         ucx::Endpoint::connect(client, ucx::SocketAddress("127.0.0.1", listener->port()));
     const std::string data = "by socket address";
-    const auto sent = ucx::Request::start(
+    const auto sent = ucx::Submission::start(
         there, "ucp_am_send_nbx", {},
         [&](ucx::Completion& completion) { there->send(completion, 3, "h", data); });
     std::shared_ptr<ucx::Endpoint> here;

@@ -1,5 +1,6 @@
 """The bench as a program: real bytes, compared, and every way in which it must not pass."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -7,7 +8,6 @@ import subprocess
 import sys
 import time
 
-import msgspec
 import psutil
 import pytest
 from typer.testing import CliRunner
@@ -24,7 +24,7 @@ KIB = 1 << 10
 
 def run(*options):
     return subprocess.run(
-        [*BENCH, *options], check=False, capture_output=True, text=True, timeout=110
+        [*BENCH, *options], check=False, capture_output=True, text=True, timeout=300
     )
 
 
@@ -58,43 +58,41 @@ def test_everything_that_is_compared_moves_the_right_bytes():
         assert all(each.ratio > 0 for each in case.series[1:])
 
 
-def test_nixl_python_and_unwritten_memory_take_part_too():
-    series = (Series.perftest, Series.binding_unwritten, Series.binding)
+def test_one_piece_is_moved_again_and_again_beside_ucx_perftest():
+    series = (Series.perftest, Series.binding)
     report = measure(
-        Case("cma", "get", "scattered", 4 * KIB, 64, 8, (Series.memcpy, Series.nixl_python)),
         Case("cma", "get", "repeated", 64 * KIB, 16, 1, series),
-        Case("cma", "put", "repeated", 64 * KIB, 16, 4, (Series.perftest, Series.binding)),
+        Case("cma", "put", "repeated", 64 * KIB, 16, 4, series),
     )
     assert report.ok, bench_verdict(report)
-    assert [case.limit for case in report.cases] == ["memcpy", "ucx_perftest", "ucx_perftest"]
+    assert [case.limit for case in report.cases] == ["ucx_perftest", "ucx_perftest"]
 
 
 @pytest.mark.parametrize(
     ("transport", "repeated", "scattered"),
     [("posix", "get", "put"), ("sysv", "put", "get"), ("self", "get", "put")],
 )
-def test_what_cannot_notice_the_death_of_a_peer_is_measured(transport, repeated, scattered):
-    way = TRANSPORTS[transport]
-    series = way.repeated_series(repeated)
+def test_transports_without_error_handling_are_measured(transport, repeated, scattered):
+    series = TRANSPORTS[transport].scattered
     report = measure(
-        Case(transport, repeated, "repeated", 16 * KIB, 16, 4, series),
-        Case(transport, scattered, "scattered", 16 * KIB, 64, 8, way.scattered),
+        Case(transport, repeated, "repeated", 16 * KIB, 16, 4, (Series.perftest, Series.binding)),
+        Case(transport, scattered, "scattered", 16 * KIB, 64, 8, series),
     )
     assert report.ok, bench_verdict(report)
-    assert [len(case.series) for case in report.cases] == [len(series), len(way.scattered)]
+    assert [len(case.series) for case in report.cases] == [2, len(series)]
 
 
 def test_the_gpu_cases_run_on_the_host():
     series = (Series.memcpy, Series.binding, Series.ucx)
     cases = make_gpu_cases("cpu", series, total_bytes=KIB << 8, sizes=[16 * KIB])
     # NIXL's agents take long to start.
-    with_nixl = msgspec.structs.replace(cases[-1], series=(Series.memcpy, Series.nixl))
+    with_nixl = dataclasses.replace(cases[-1], series=(Series.memcpy, Series.nixl))
     report = measure(*cases, with_nixl)
     assert report.ok, bench_verdict(report)
     assert len(report.cases) == 5
 
 
-def test_b110_a_run_that_fails_is_counted_and_not_timed():
+def test_a_run_that_fails_is_counted_and_not_timed():
     case = Case("cma", "get", "scattered", 4 * KIB, 16, 8, (Series.binding,), fault=Fault.run)
     report = measure(case, rounds=10)
     (series,) = report.cases[0].series
@@ -123,7 +121,6 @@ def test_the_json_says_where_it_was_measured_and_the_plot_is_drawn(tmp_path):
     assert report["machine"]["cores"] >= 1
     assert report["versions"]["ucx"]
     assert len(report["load_average"]) == 2
-    assert "not with --quick" in report["absent"]["nixl"]
     assert report["cases"][0]["transport"] == "self"
     assert plot.read_bytes().startswith(b"\x89PNG")
 
@@ -149,7 +146,7 @@ def test_a_plot_without_matplotlib_is_refused_with_the_remedy():
         "'--plot', 'p.png']; import pynixlkv.cli as c; c.main()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 1
     assert 'pip install "pynixlkv[bench]"' in done.stderr
@@ -165,16 +162,16 @@ def test_an_interrupt_leaves_no_process_behind(number):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     watched = psutil.Process(bench.pid)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     seen = []
-    # Both sides and both ends of ucx_perftest run.
+    # Both workers and both processes of ucx_perftest run.
     while len(seen) < 4:
         assert time.monotonic() < deadline
         assert bench.poll() is None
         psutil.wait_procs(seen, timeout=0.02)
         seen = watched.children(recursive=True)
     os.kill(bench.pid, number)
-    bench.communicate(timeout=30)
+    bench.communicate(timeout=60)
     assert bench.returncode == (130 if number is signal.SIGINT else 143)
-    _, alive = psutil.wait_procs(seen, timeout=10)
+    _, alive = psutil.wait_procs(seen, timeout=60)
     assert alive == []

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from namespaces import TwoHosts
 
-from pynixlkv.cli import group
 from pynixlkv.cli.demo import DemoOptions, run_demo
 from pynixlkv.errors import PeerLostError, TransferTimeout
 from pynixlkv.nixl import NixlAgent
+from pynixlkv.testing import process
 from pynixlkv.testing.conformance import rows
-from pynixlkv.testing.remote import random_bytes
+from pynixlkv.testing.contents import random_bytes
 from pynixlkv.types import TransferState
 from pynixlkv.ucx import UcxAgent
 
 SIZE = 128 << 20
 PIECE = 1 << 20
-WAIT_S = 30.0
+WAIT_S = 60.0
 TCP = {"TLS": "tcp"}
 SILENT = "02:00:00:00:00:01"  # nobody's address
 
@@ -47,9 +47,14 @@ def test_the_demo_between_two_hosts(hosts, monkeypatch, engine):
         host = ("prefill", "decode").index(Path(stdout.name).name.partition("-")[0])
         return start([*hosts.enter(host), *command], stdout=stdout, **options)
 
-    monkeypatch.setattr(group.subprocess, "Popen", start_on_its_host)
+    monkeypatch.setattr(process.subprocess, "Popen", start_on_its_host)
     options = DemoOptions(
-        "Llama-3.1-8B", {}, {"prefill": 1, "decode": 2}, blocks=3, engine=engine, timeout_s=90.0
+        "Llama-3.1-8B",
+        {},
+        {"prefill": 1, "decode": 2},
+        blocks=3,
+        transfer_backend=engine,
+        timeout_s=90.0,
     )
     report = run_demo(options, lambda *_: None)
     assert report.ok, report.differences

@@ -21,13 +21,13 @@ import pytest
 
 from pynixlkv.errors import PeerLostError, UcxError
 from pynixlkv.testing.conformance import rows
-from pynixlkv.testing.remote import random_bytes
+from pynixlkv.testing.contents import random_bytes
 from pynixlkv.types import TransferState
 from pynixlkv.ucx import UcxAgent
 
 log = logging.getLogger(__name__)
 SEED = 20
-WAIT_S = 30.0
+WAIT_S = 60.0
 SIZE = 8 << 20
 PIECE = 64 << 10
 GUARD = 4096

@@ -1,4 +1,4 @@
-"""Every block of code in the pages runs as written, or says in the page why it does not.
+"""Every block of code in the pages runs as written, or the page says why it does not.
 
 Blocks of a page run in order, in an empty directory: those of Python share their names; one whose
 first line is ``# file.py`` becomes that file; those of the shell run in bash. A line
@@ -71,7 +71,7 @@ def run_shell(code: str, where: Path) -> None:
         env=os.environ | {"PATH": path},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -99,7 +99,7 @@ def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
 
 
 def test_blocks_have_a_language_that_says_whether_they_run():
-    """No block escapes by having no language, or another name for one."""
+    """A block without a language, or with an unknown one, would not run."""
     for page in PAGES:
         for block in all_blocks(page):
             known = block.language in ("python", "sh", "text") or block.language.startswith("{")

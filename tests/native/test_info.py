@@ -12,7 +12,7 @@ def info(*options, **variables):
         check=True,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
         env={**os.environ, **variables},
     ).stdout
 

@@ -28,7 +28,7 @@ def run_python(code, **env):
         [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env={**os.environ, **env},
         check=False,
     )
@@ -116,7 +116,7 @@ def build_library(tmp_path):
         (tmp_path / "fake.c").write_text(source)
         path = tmp_path / "libnixl_capi.so"
         subprocess.run(
-            [compiler, "-shared", "-fPIC", "-o", path, tmp_path / "fake.c"], check=True, timeout=60
+            [compiler, "-shared", "-fPIC", "-o", path, tmp_path / "fake.c"], check=True, timeout=300
         )
         return path
 
@@ -381,7 +381,7 @@ def build_ucx(tmp_path):
         (tmp_path / "ucp.c").write_text(source)
         path = tmp_path / "libucp.so.0"
         subprocess.run(
-            [compiler, "-shared", "-fPIC", "-o", path, tmp_path / "ucp.c"], check=True, timeout=60
+            [compiler, "-shared", "-fPIC", "-o", path, tmp_path / "ucp.c"], check=True, timeout=300
         )
         return path
 

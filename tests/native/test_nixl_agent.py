@@ -50,7 +50,7 @@ def test_scattered_blocks_come_to_be_chosen_from_prepared_rows(pair):
     for _ in range(30):
         here, there = rng.permutation(BLOCKS)[:200], rng.permutation(BLOCKS)[:200]
         before = {name: array.copy() for name, array in ours.items()}
-        result = a.read(peer, plan, here, there).wait(10.0)
+        result = a.read(peer, plan, here, there).wait(60.0)
         seen.append(result.prepared)
         assert result.bytes == 8 * 2 * 200 * 4 * 16 * 8 * 2
         for name, array in ours.items():
@@ -61,8 +61,8 @@ def test_scattered_blocks_come_to_be_chosen_from_prepared_rows(pair):
     assert any(seen)
     # Contiguous blocks merge to a few rows, which no list of unmerged ones can beat; neither can
     # part of a block be chosen from them.
-    assert not a.read(peer, plan, range(300), range(100, 400)).wait(10.0).prepared
-    assert not a.read(peer, plan, here, there, num_tokens=199 * 16 + 3).wait(10.0).prepared
+    assert not a.read(peer, plan, range(300), range(100, 400)).wait(60.0).prepared
+    assert not a.read(peer, plan, here, there, num_tokens=199 * 16 + 3).wait(60.0).prepared
 
 
 def test_prepared_rows_do_not_keep_memory_registered(pair):
@@ -73,19 +73,19 @@ def test_prepared_rows_do_not_keep_memory_registered(pair):
     seen = []
     while not any(seen) and len(seen) < 100:
         tables = rng.permutation(BLOCKS), rng.permutation(BLOCKS)
-        seen.append(a.read(peer, plan, *tables).wait(10.0).prepared)
+        seen.append(a.read(peer, plan, *tables).wait(60.0).prepared)
     assert any(seen)
     (registration,) = a.registrations
     registration.close()
     with a.register(cache):
-        assert not a.read(peer, plan, [5, 1], [9, 2]).wait(10.0).prepared
+        assert not a.read(peer, plan, [5, 1], [9, 2]).wait(60.0).prepared
 
 
 def test_another_engine_or_release_is_refused(pair, monkeypatch):
     (a, _, _), (b, _, _) = pair
     with FakeAgent("fake", FakeNetwork()) as fake:
         hello = fake.hello()
-    with pytest.raises(HandshakeError, match=r"'fake' engine.*'nixl'"):
+    with pytest.raises(HandshakeError, match=r"backend 'fake', this agent 'nixl'"):
         a.connect(hello)
     monkeypatch.setattr(b, "_engine_version", "0.9.0")
     with pytest.raises(ProtocolVersionError, match=r"nixl 0\.9\.0") as caught:
@@ -109,10 +109,10 @@ def test_memory_that_the_backend_does_not_move():
     address = int(array.__array_interface__["data"][0])
     with NixlAgent("a") as agent:
         with pytest.raises(RegistrationError, match="UCX backend does not move FILE memory"):
-            agent.register(MemorySpan(address, 4096, MemoryType.FILE, 0, array))
+            agent.register(MemorySpan(address, 4096, MemoryType.FILE, 0))
         # Host memory that claims to be on a GPU: UCX looks, here and where there is a GPU.
         with pytest.raises(NixlError, match="VRAM"):
-            agent.register(MemorySpan(address, 4096, MemoryType.VRAM, 0, array))
+            agent.register(MemorySpan(address, 4096, MemoryType.VRAM, 0))
         assert agent.registrations == ()
 
 
@@ -138,12 +138,12 @@ x = np.zeros(1 << 20, np.uint8); y = np.ones(1 << 20, np.uint8)
 a.register(x); b.register(y)
 peer = a.connect(b.hello())
 rows = lambda v: np.array([(v.__array_interface__["data"][0], v.nbytes, 0)], np.uint64)
-a.read_descriptors(peer, rows(x), rows(y)).wait(10)
+a.read_descriptors(peer, rows(x), rows(y)).wait(60.0)
 assert x.all()
 print("moved")
 """
     run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout == "moved\n"
@@ -171,7 +171,7 @@ def test_torch_tensors_move_as_arrays_do():
         b.register(source)
         peer = a.connect(b.hello(source))
         plan = TransferPlan(target.geometry, peer.geometry)
-        a.read(peer, plan, torch.tensor([3, 30]), torch.tensor([7, 1])).wait(10.0)
+        a.read(peer, plan, torch.tensor([3, 30]), torch.tensor([7, 1])).wait(60.0)
         assert torch.equal(ours[:, [3, 30]], theirs[:, [7, 1]].transpose(2, 3))
         assert ours[:, :3].count_nonzero() == ours[:, 4:30].count_nonzero() == 0
         with pytest.raises(LayoutError, match="not contiguous"):
@@ -190,5 +190,5 @@ def test_an_array_pulls_from_a_tensor():
         a.register(target)
         b.register(source)
         peer = a.connect(b.hello(source))
-        a.read(peer, TransferPlan(target.geometry, peer.geometry), [0, 3], [1, 2]).wait(10.0)
+        a.read(peer, TransferPlan(target.geometry, peer.geometry), [0, 3], [1, 2]).wait(60.0)
     assert np.array_equal(ours[:, [0, 3]], theirs.numpy()[:, [1, 2]])

@@ -59,7 +59,7 @@ def tuples(area, blocks):
     return [tuple(int(number) for number in row) for row in area.rows(blocks, BLOCK)]
 
 
-def wait_for(condition, what, timeout=20.0):
+def wait_for(condition, what, timeout=60.0):
     deadline = time.monotonic() + timeout
     while not (value := condition()):
         assert time.monotonic() < deadline, f"{what} did not happen"
@@ -892,7 +892,7 @@ def test_a_running_transfer_is_not_released(ours, start_peer):
 def run(code, **env):
     result = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, **env}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return result.stdout

@@ -52,7 +52,7 @@ def test_threads_transfer_register_connect_and_notify(make_agent, sync):
                 agent.invalidate_remote_md(other.name)
 
     def listen():
-        seen.extend(take_notifications(remote, NUM_READERS * ROUNDS, timeout=60))
+        seen.extend(take_notifications(remote, NUM_READERS * ROUNDS, timeout=300))
 
     with agent.register_buffers(target.inside), remote.register_buffers(source.inside):
         agent.load_remote_md(remote.get_local_md())

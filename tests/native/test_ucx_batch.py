@@ -52,7 +52,7 @@ def test_every_piece_arrives_in_its_place(pair, window, is_get):
     make = get_batch if is_get else put_batch
     batch = make(local, key, places(), PIECE, window=window, timed=True)
     assert not np.array_equal(here, expected_here) or not np.array_equal(there, expected_there)
-    batch.wait(10.0)
+    batch.wait(60.0)
     assert np.array_equal(here, expected_here)
     assert np.array_equal(there, expected_there)
     assert batch.piece_times.shape == (COUNT,)

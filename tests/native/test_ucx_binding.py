@@ -36,7 +36,7 @@ from pynixlkv.ucx import (
     put_nbx,
 )
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 SIZE = 1 << 20
 # Transports that need the target's processor, and those that need only the kernel.
 TRANSPORTS = {"tcp": {"TLS": "tcp", "RNDV_THRESH": "inf"}, "default": {"RNDV_THRESH": "inf"}}

@@ -23,7 +23,7 @@ def test_structures_constants_and_functions_are_those_of_the_headers():
             compiler, "-std=c++20", "-fsyntax-only", f"-I{ROOT / 'csrc'}", "-isystem", HEADERS,
             ROOT / "tests/cpp/ucx_headers.cpp",
         ],
-        check=False, capture_output=True, text=True, timeout=100,
+        check=False, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

@@ -7,7 +7,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from pynixlkv import wire
 from pynixlkv.errors import (
     HandshakeError,
     NotRegisteredError,
@@ -15,12 +14,13 @@ from pynixlkv.errors import (
     ProtocolVersionError,
     UcxError,
 )
+from pynixlkv.hello import Hello
 from pynixlkv.testing.conformance import rows
 from pynixlkv.testing.remote import ProcessRemote
 from pynixlkv.types import TransferState
 from pynixlkv.ucx import UcxAgent
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 SIZE = 64 << 20
 
 
@@ -69,9 +69,7 @@ def test_an_address_where_nobody_is_any_more_is_a_lost_peer(start_remote):
 
 
 def _changed(hello, **fields):
-    return wire.seal(
-        msgspec.structs.replace(wire.unseal(hello, secret=None), **fields), secret=None
-    )
+    return msgspec.structs.replace(Hello.unseal(hello), **fields).seal()
 
 
 def test_a_peer_that_does_not_fit_is_refused_before_ucx_hears_of_it():
@@ -81,12 +79,12 @@ def test_a_peer_that_does_not_fit_is_refused_before_ucx_hears_of_it():
         with pytest.raises(HandshakeError, match=f"'b' runs on a {other}-endian machine"):
             a.connect(_changed(hello, byte_order=other))
         with pytest.raises(ProtocolVersionError, match=r"'b' runs ucx 1\.2\.3"):
-            a.connect(_changed(hello, engine_version="1.2.3"))
+            a.connect(_changed(hello, backend_version="1.2.3"))
         with pytest.raises(HandshakeError, match="error handling off"):
             a.connect(c.hello())
         with pytest.raises(HandshakeError, match="error handling on"):
             c.connect(hello)
-        metadata = wire.unseal(hello, secret=None).metadata
+        metadata = Hello.unseal(hello).metadata
         for bad in (metadata[:-1], metadata + b"x", metadata[:8], b"", metadata[::-1]):
             with pytest.raises(HandshakeError):
                 a.connect(_changed(hello, metadata=bad))

@@ -6,14 +6,14 @@ import struct
 import numpy as np
 import pytest
 
-from pynixlkv import wire
 from pynixlkv.errors import TransferError, WireError
+from pynixlkv.hello import Hello
 from pynixlkv.testing.conformance import rows
-from pynixlkv.testing.remote import random_bytes
+from pynixlkv.testing.contents import random_bytes
 from pynixlkv.types import TransferState
 from pynixlkv.ucx import Context, Endpoint, UcxAgent, Worker, am_send_nbx, binding
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 SIZE = 1 << 20
 TCP = {"TLS": "tcp"}
 MESSAGE_ID = 77  # kMessageId of csrc/ucx/connection.hpp
@@ -107,7 +107,7 @@ def test_messages_that_nobody_would_send_harm_nobody(pair):
         return header, struct.pack(f"={len(words)}Q", *words) + bytes(rng.choice((0, 0, 3)))
 
     before = theirs.copy()
-    metadata = wire.unseal(owner.hello()).metadata
+    metadata = Hello.unseal(owner.hello()).metadata
     length = struct.unpack_from("<I", metadata, 9)[0]
     to = metadata[13 : 13 + length]
     worker = Worker(Context(config=TCP))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class TwoHosts:

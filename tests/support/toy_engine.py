@@ -6,6 +6,7 @@ element, and on nothing else; so whatever arrives anywhere can be compared with 
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ import numpy as np
 
 from pynixlkv import KVCache
 from pynixlkv.connector.config import ConnectorConfig
-from pynixlkv.connector.metadata import EngineShape, HandOff, RequestInfo
+from pynixlkv.connector.metadata import KVTransferParams, ParallelSizes, RequestInfo
 from pynixlkv.connector.scheduler import ConnectorScheduler, GroupSpec
 from pynixlkv.connector.worker import ConnectorWorker, Finished
 from pynixlkv.topology import held_heads, held_layers
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pynixlkv.agent import Agent
-    from pynixlkv.connector.fences import Fence
-    from pynixlkv.connector.links import Fetch
     from pynixlkv.connector.metadata import Rank
     from pynixlkv.connector.receiver import RequestEnd
+    from pynixlkv.connector.remote_engines import Fetch
+    from pynixlkv.connector.staging import DeviceEvent
+    from pynixlkv.connector.stats import StatsSnapshot
 
 POISON = 0xDEAD
 
@@ -65,7 +67,7 @@ class ToyRank:
         self,
         model: Model,
         rank: Rank,
-        shape: EngineShape,
+        parallel: ParallelSizes,
         *,
         axes: str,
         block_size: int,
@@ -75,8 +77,8 @@ class ToyRank:
     ) -> None:
         self.model, self.agent, self.worker = model, agent, worker
         self.axes, self.block_size = axes, block_size
-        self.layers = held_layers(rank[0], shape.pp, model.layers)
-        self.heads = held_heads(rank[1], shape.tp, model.kv_heads)
+        self.layers = held_layers(rank[0], parallel.pp, model.layers)
+        self.heads = held_heads(rank[1], parallel.tp, model.kv_heads)
         sizes = {"K": 2, "B": num_blocks, "H": len(self.heads), "N": block_size, "D": model.dim}
         dims = [sizes[letter] for letter in axes]
         self.tensors = {f"layer.{i}": np.full(dims, POISON, np.uint16) for i in self.layers}
@@ -84,7 +86,7 @@ class ToyRank:
             self.tensors,
             axes=axes,
             kv_heads=model.kv_heads,
-            tp=(rank[1], shape.tp),
+            tp=(rank[1], parallel.tp),
             layers=list(self.layers),
         )
         self.metadata = worker.register_kv_caches(self.cache)
@@ -169,6 +171,8 @@ class ToyEngine:
         The side channel, if it is another than `Handshake`.
     clock : callable
         Seconds.
+    longest_gap : float
+        As for `ConnectorWorker`; infinite where the test moves the clock in long steps.
     """
 
     def __init__(
@@ -185,14 +189,15 @@ class ToyEngine:
         num_blocks: int = 16,
         config: ConnectorConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
+        longest_gap: float = math.inf,
         background: bool = False,
     ) -> None:
         self.id, self.model, self.block_size = engine_id, model, block_size
-        self.shape = EngineShape(pp=pp, tp=tp)
+        self.parallel = ParallelSizes(pp=pp, tp=tp)
         config = config or ConnectorConfig()
         self.config = config
         self.scheduler = ConnectorScheduler(
-            engine_id, [GroupSpec(block_size)], shape=self.shape, config=config
+            engine_id, [GroupSpec(block_size)], parallel=self.parallel, config=config
         )
         self.ranks = []
         for stage in range(pp):
@@ -202,21 +207,22 @@ class ToyEngine:
                     agent,
                     engine_id=engine_id,
                     rank=(stage, rank),
-                    shape=self.shape,
+                    parallel=self.parallel,
                     config=config,
                     fetch=fetch,
                     background=background,
                     clock=clock,
+                    longest_gap=longest_gap,
                 )
                 self.ranks.append(
                     ToyRank(
-                        model, (stage, rank), self.shape, axes=axes, block_size=block_size,
+                        model, (stage, rank), self.parallel, axes=axes, block_size=block_size,
                         num_blocks=num_blocks, agent=agent, worker=worker,
                     )
                 )  # fmt: skip
         self.background = background
-        self.fence: Fence | None = None
-        self.layer_fences: dict[int, Fence] = {}
+        self.event: DeviceEvent | None = None
+        self.layer_events: dict[int, DeviceEvent] = {}
         self._running: list[tuple[ToyRequest, range]] = []
         self.free = list(range(num_blocks))
         self.requests: dict[str, ToyRequest] = {}
@@ -226,6 +232,11 @@ class ToyEngine:
     def hellos(self) -> dict[Rank, bytes]:
         """What the handshake serves."""
         return {rank.metadata.rank: rank.metadata.hello for rank in self.ranks}
+
+    @property
+    def stats(self) -> StatsSnapshot:
+        """What the first rank has counted."""
+        return self.ranks[0].worker.stats.snapshot()
 
     def allocate(self, num_tokens: int, num_there: int = 0) -> list[int]:
         """Take blocks for tokens, beyond those that are there; the oldest free ones first."""
@@ -241,7 +252,7 @@ class ToyEngine:
     ) -> dict[str, object] | None:
         """Compute a prompt and hand it over; the blocks are freed when the scheduler allows."""
         info = RequestInfo(
-            request_id, num_tokens, HandOff.from_dict({"do_remote_decode": True, **params})
+            request_id, num_tokens, KVTransferParams.from_dict({"do_remote_decode": True, **params})
         )
         blocks = self.allocate(num_tokens)
         for rank in self.ranks:
@@ -255,7 +266,7 @@ class ToyEngine:
 
     def begin(self, request_id: str, prompt: int, num_tokens: int) -> None:
         """Take a prompt that is computed in chunks, to be handed over."""
-        info = RequestInfo(request_id, num_tokens, HandOff(do_remote_decode=True))
+        info = RequestInfo(request_id, num_tokens, KVTransferParams(do_remote_decode=True))
         self.requests[request_id] = ToyRequest(info, prompt, [])
 
     def compute(self, request_id: str, until: int) -> None:
@@ -289,7 +300,7 @@ class ToyEngine:
 
     def arrive(self, request_id: str, prompt: int, num_tokens: int, params: object) -> RequestInfo:
         """Queue a request."""
-        info = RequestInfo(request_id, num_tokens, HandOff.from_dict(params))  # type: ignore[arg-type]
+        info = RequestInfo(request_id, num_tokens, KVTransferParams.from_dict(params))  # type: ignore[arg-type]
         self.requests[request_id] = ToyRequest(info, prompt, [])
         self.scheduler.on_new_request(info)
         return info
@@ -333,11 +344,11 @@ class ToyEngine:
         metadata = self.scheduler.build_connector_meta()
         outcome, running, self._running = Outcome(), self._running, []
         for rank in self.ranks:
-            rank.worker.start_load_kv(metadata, self.fence)
+            rank.worker.start_load_kv(metadata, self.event)
             for layer in rank.layers if running else ():
                 for request, tokens in running:
                     rank.write(request.prompt, request.blocks, tokens, layers=[layer])
-                rank.worker.save_kv_layer(layer, self.layer_fences.get(layer))
+                rank.worker.save_kv_layer(layer, self.layer_events.get(layer))
             if not self.background:
                 rank.worker.poll()
             self._collect(rank.worker.get_finished(), outcome)

@@ -1,19 +1,17 @@
-"""A toy engine in a process of its own, driven by a test over a `peers.Channel`.
-
-The process makes steps all the time; between them it does what it is told. Every command is
-answered by its result.
-"""
+"""A toy engine in a child process, which makes steps all the time, also between calls."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import time
 
 from toy_engine import Model, ToyEngine
 
 from pynixlkv.connector.config import ConnectorConfig
 from pynixlkv.handshake import Handshake
 from pynixlkv.nixl import NixlAgent
+from pynixlkv.testing.process import ChildProcess
 from pynixlkv.ucx import UcxAgent
 
 STEP_S = 0.002
@@ -26,13 +24,24 @@ ENGINES = {
 
 
 class Driver:
-    """What a test can ask of the engine; each public method is a command."""
+    """What a test can ask of the engine."""
 
     def __init__(self):
+        logging.disable(logging.WARNING)
         self.engine = self.handshake = None
         self.outcome = {}
         self.watched = {}
         self.aborted = set()
+        self.skipped_s = 0.0
+
+    def clock(self):
+        return time.monotonic() + self.skipped_s
+
+    def pass_time(self, seconds):
+        """Move the clock of the engine's workers."""
+        self.skipped_s += seconds
+        for rank in self.engine.ranks:
+            rank.agent.wake()
 
     def make(self, transport, engine_id, model, config, **options):
         """Begin an engine in place of the one before."""
@@ -45,6 +54,7 @@ class Driver:
             None,
             config=config,
             background=True,
+            clock=self.clock,
             **options,
         )
         self.handshake = Handshake(
@@ -108,7 +118,7 @@ class Driver:
         return self.outcome
 
     def num_pushes(self):
-        return sum(len(rank.worker._sender._pushes) for rank in self.engine.ranks)
+        return sum(rank.worker.stats.snapshot().pushes for rank in self.engine.ranks)
 
     def num_running(self):
         return sum(rank.agent._native.running for rank in self.engine.ranks)
@@ -118,9 +128,12 @@ class Driver:
             rank.worker.stats.snapshot().events.get("errors", 0) for rank in self.engine.ranks
         )
 
-    def step(self):
-        if self.engine is None:
-            return
+    def idle(self):
+        if self.engine is not None:
+            self._step()
+        return STEP_S
+
+    def _step(self):
         new = self.engine.step()
         self.outcome |= dict.fromkeys(new.sent, "sent")
         for request_id in new.received:
@@ -136,44 +149,21 @@ class Driver:
             self.engine._drop(request_id)
 
 
-def run_engine(channel):
-    """Do what the test says, until it says None."""
-    logging.disable(logging.WARNING)
-    driver = Driver()
-    try:
-        while True:
-            driver.step()
-            if not channel.has_data(STEP_S):
-                continue
-            command = channel.receive()
-            if command is None:
-                return
-            name, args, options = command
-            channel.send(getattr(driver, name)(*args, **options))
-    finally:
-        driver.close()
+class RemoteEngine(ChildProcess):
+    """The test's end: methods are those of `Driver`."""
 
-
-class Remote:
-    """The test's end: methods are commands of `Driver`."""
-
-    def __init__(self, peer):
-        self.peer = peer
+    def __init__(self):
+        super().__init__("the process of an engine")
+        self.call(Driver, keep=True)
 
     def __getattr__(self, name):
-        def call(*args, **options):
-            self.peer.send((name, args, options))
-            return self.peer.receive()
+        return functools.partial(self.call, name)
 
-        return call
-
-    def send_only(self, name, *args, **options):
-        """Send a command whose answer is not waited for."""
-        self.peer.send((name, args, options))
-
-    def until(self, reached):
-        """Ask for the ends until they are as they should be; returns them."""
+    def until(self, reached, pass_time=0.0):
+        """Ask for the ends, and move the clock, until they are as they should be; returns them."""
         while True:
             ends = self.ends()
             if reached(ends):
                 return ends
+            if pass_time:
+                self.pass_time(pass_time)

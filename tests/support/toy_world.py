@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pynixlkv.connector.metadata import Rank
     from pynixlkv.plan import TransferPlan
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class Clock:
@@ -34,14 +34,14 @@ class Clock:
         return self.now
 
 
-class FakeFence:
+class FakeEvent:
     """Work on a device that ends, or fails, when the test says so."""
 
     def __init__(self) -> None:
         self.is_done = False
         self.error: Exception | None = None
 
-    def done(self) -> bool:
+    def query(self) -> bool:
         if self.error is not None:
             raise self.error
         return self.is_done
@@ -117,7 +117,7 @@ class World:
         assert timeout == self.config.handshake_timeout
         if engine_id in self.unreachable or engine_id not in self.book:
             raise TimeoutError(f"nobody answers at {address}")
-        return {rank: self.book[engine_id][rank] for rank in ranks}
+        return {rank: hello for rank, hello in self.book[engine_id].items() if rank in ranks}
 
     # ---- time
 

@@ -27,7 +27,7 @@ class Area:
         assert np.array_equal(self.whole, self.expected)
 
 
-def run(agent, request, timeout=20.0, notification=None, progress=()):
+def run(agent, request, timeout=60.0, notification=None, progress=()):
     """Post and poll to the end; other agents of this process get to progress meanwhile."""
     deadline = time.monotonic() + timeout
     state = agent.post_xfer_req(request, notification)
@@ -40,7 +40,7 @@ def run(agent, request, timeout=20.0, notification=None, progress=()):
     assert request.state == XferState.DONE
 
 
-def take_notifications(agent, count, timeout=20.0):
+def take_notifications(agent, count, timeout=60.0):
     """Wait for a number of notifications."""
     notes = []
     deadline = time.monotonic() + timeout

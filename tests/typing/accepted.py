@@ -10,7 +10,6 @@ from typing_extensions import assert_type
 
 from pynixlkv import AgentName, Geometry, KVCache, TransferPlan
 from pynixlkv.agent import Agent, Notification, Peer, Transfer, TransferResult
-from pynixlkv.engine import EngineAgent
 from pynixlkv.errors import PeerLostError, TransferError
 from pynixlkv.topology import Source, read_sources
 
@@ -25,7 +24,7 @@ def plans(local: KVCache, remote: Geometry, tensor: NDArray[np.float16]) -> None
     plan.descriptors([1, 2], np.array([3, 4]))
 
 
-async def transfers(make: Callable[[str], EngineAgent], cache: KVCache, plan: TransferPlan) -> None:
+async def transfers(make: Callable[[str], Agent], cache: KVCache, plan: TransferPlan) -> None:
     with make("decode-0") as agent:
         agent.register(cache)
         peer = agent.connect(agent.hello(cache))
@@ -38,8 +37,7 @@ async def transfers(make: Callable[[str], EngineAgent], cache: KVCache, plan: Tr
             assert_type(transfer.error, TransferError | None)
         assert_type(agent.notifications(timeout=1.0), list[Notification])
         assert_type(agent.close(), bool)
-        protocol: Agent = agent
-        protocol.write(peer, plan, (1,), (2,))
+        agent.write(peer, plan, (1,), (2,))
 
 
 def failures(error: TransferError) -> None:

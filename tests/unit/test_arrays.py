@@ -46,8 +46,9 @@ def test_empty_is_of_the_wanted_shape() -> None:
 def test_takes_only_the_type_that_is_asked_for() -> None:
     rows = np.zeros((2, 3), np.uint64)
     assert integers("rows", rows, PlanError, columns=3, dtype=np.uint64) is rows
-    with pytest.raises(PlanError, match=r"dtype int64; expected uint64 of shape \(n, 3\)"):
-        integers("rows", rows.astype(np.int64), PlanError, columns=3, dtype=np.uint64)
+    for wrong, seen in ((rows.astype(np.int64), "int64 array"), (rows.tolist(), "list")):
+        with pytest.raises(PlanError, match=f"rows must be a uint64 array .*, not {seen}"):
+            integers("rows", wrong, PlanError, columns=3, dtype=np.uint64)
 
 
 def test_finds_the_first_number_out_of_range() -> None:

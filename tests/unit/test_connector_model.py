@@ -12,6 +12,7 @@ is drawn does not depend on them: rules that find nothing to do do nothing.
 from __future__ import annotations
 
 import logging
+import math
 
 import hypothesis.strategies as st
 import pytest
@@ -24,16 +25,17 @@ from hypothesis.stateful import (
     rule,
 )
 from toy_engine import POISON, Model, ToyEngine
-from toy_world import FakeFence, World
+from toy_world import FakeEvent, World
 
 from pynixlkv.connector import messages
-from pynixlkv.connector.messages import Reader
-from pynixlkv.connector.metadata import EngineShape, Lease
+from pynixlkv.connector.messages import ConsumerRank
+from pynixlkv.connector.metadata import Lease, ParallelSizes
 from pynixlkv.testing import FakeAgent
 
 MODEL = Model(layers=2, kv_heads=2, dim=2)
 NUM_BLOCKS = 12
 LEASE_S, BEAT_S, TIMEOUT_S = 30.0, 5.0, 20.0
+GAP_S = 2.0  # all longer ones are pauses of an engine's process
 FAULTY = st.sampled_from(["P", "D"])
 RANK = st.integers(0, 1)
 PICK = st.integers(0, 1 << 16)
@@ -44,7 +46,7 @@ class PoisoningEngine(ToyEngine):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.late = []  # what the device does before its fence is done
+        self.late = []  # what the device does before its event is done
 
     def allocate(self, num_tokens, num_there=0):
         count = max(-(-num_tokens // self.block_size) - num_there, 0)
@@ -72,9 +74,9 @@ class PoisoningEngine(ToyEngine):
         for _, work in self.late:
             work()
         self.late = []
-        if self.fence is not None:
-            self.fence.is_done = True
-        self.fence = None
+        if self.event is not None:
+            self.event.is_done = True
+        self.event = None
 
 
 class PoisoningWorld(World):
@@ -92,9 +94,10 @@ class KitMachine(RuleBasedStateMachine):
         mode=st.sampled_from(["pull", "push"]),
         tp=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]),
         block_sizes=st.sampled_from([(4, 4), (4, 8), (8, 4)]),
+        longest_gap=st.sampled_from([math.inf, GAP_S]),
     )
-    def begin_world(self, mode, tp, block_sizes):
-        self.mode = mode
+    def begin_world(self, mode, tp, block_sizes, longest_gap):
+        self.mode, self.longest_gap = mode, longest_gap
         self.world = PoisoningWorld(
             mode,
             lease_duration=LEASE_S,
@@ -118,7 +121,13 @@ class KitMachine(RuleBasedStateMachine):
             self.begin_engine(role)
 
     def begin_engine(self, role):
-        self.world.engine(self.alias[role], MODEL, num_blocks=NUM_BLOCKS, **self.options[role])
+        self.world.engine(
+            self.alias[role],
+            MODEL,
+            num_blocks=NUM_BLOCKS,
+            longest_gap=self.longest_gap,
+            **self.options[role],
+        )
 
     @property
     def p(self):
@@ -140,7 +149,7 @@ class KitMachine(RuleBasedStateMachine):
 
     @rule(num_tokens=st.integers(1, 17), is_late=st.booleans(), siblings=st.booleans())
     def prefill(self, num_tokens, is_late, siblings):
-        if not self.p.fits(num_tokens) or self.p.scheduler._slots.num_free == 0:
+        if not self.p.fits(num_tokens) or self.p.scheduler.num_free_leases == 0:
             return
         number = self.new_number()
         group = {"sibling_group": f"g{number // 4}"} if siblings else {}
@@ -150,7 +159,7 @@ class KitMachine(RuleBasedStateMachine):
         if is_late:
             request = self.p.requests[f"p{number}"]
             self.p.poison(request.blocks)
-            self.p.fence = self.p.fence or FakeFence()
+            self.p.event = self.p.event or FakeEvent()
             blocks, ranks = list(request.blocks), self.p.ranks
 
             def compute():
@@ -177,7 +186,7 @@ class KitMachine(RuleBasedStateMachine):
             "remote_request_id": f"p{number}",
             "remote_host": host,
             "remote_port": port,
-            "tp_size": self.p.shape.tp,
+            "tp_size": self.p.parallel.tp,
             "transfer_mode": "push",
         }
         self.offers.append((number, num_tokens, params))
@@ -188,7 +197,7 @@ class KitMachine(RuleBasedStateMachine):
             return
         number, num_tokens = self.chunked[pick % len(self.chunked)]
         request = self.p.requests[f"p{number}"]
-        if self.p.fence is not None:
+        if self.p.event is not None:
             return  # a step that is pushed layer by layer is not late
         if what == "preempt":
             self.p.preempt(f"p{number}")
@@ -235,7 +244,7 @@ class KitMachine(RuleBasedStateMachine):
         self.open.add(request_id)
         if is_busy and computed == 0:
             # A step that is still under way writes into the blocks.
-            self.d.fence = self.d.fence or FakeFence()
+            self.d.event = self.d.event or FakeEvent()
             blocks, engine = list(request.blocks), self.d
             self.d.late.append((request_id, lambda: engine.poison(blocks)))
 
@@ -377,16 +386,16 @@ class KitMachine(RuleBasedStateMachine):
         _, _, params = self.offers[pick % len(self.offers)]
         lease = Lease.parse(params["lease"]) if "lease" in params else Lease(0, 5)
         wrong = Lease(lease.slot, lease.token + shift + 1)
-        reader = Reader("stranger", (0, 0), EngineShape(tp=1 + shift))
+        reader = ConsumerRank("stranger", (0, 0), ParallelSizes(tp=1 + shift))
         request_id = params["remote_request_id"]
         with FakeAgent("stranger", self.world.network) as stranger:
             peer = stranger.connect(self.world.engines[self.alias[role]].hellos[0, 0])
             for message in (
                 messages.Release(reader, [(request_id, wrong)]),
-                messages.Beat(7, [(request_id, wrong), (request_id, lease)]),
-                messages.BeatAck(3, [(request_id, lease, messages.LeaseStatus.ENDED)]),
-                messages.PushEnd(12345, False, ""),
-                messages.Stop(12345),
+                messages.Heartbeat(7, [(request_id, wrong), (request_id, lease)]),
+                messages.HeartbeatAck(3, [(request_id, lease, messages.LeaseStatus.ENDED)]),
+                messages.PushDone(12345, False, ""),
+                messages.CancelPush(12345),
                 messages.Push(reader, 1, request_id, wrong, ((0,),), (0,), (), 1),
             ):
                 stranger.notify(peer, messages.encode(message))
@@ -423,30 +432,27 @@ class KitMachine(RuleBasedStateMachine):
             self.p.hand_over(f"p{number}", is_complete=False)
         for request_id in self.queued:  # they would be waited for
             self.d.finish(request_id)
-        for _ in range(40):
+        step = min(BEAT_S, 0.75 * self.longest_gap)
+        for _ in range(int(40 * BEAT_S / step)):
             self.quiet()
             if not self.open and not self.p.requests:
                 break
-            self.world.clock.now += BEAT_S
+            self.world.clock.now += step
         self.quiet()
         self.nothing_writes_into_free_blocks()
         assert not self.open, f"{self.open} have no end"
         assert not self.p.requests, f"{set(self.p.requests)} are kept for ever"
         assert len(self.p.free) == NUM_BLOCKS
-        assert self.p.scheduler._slots.num_free == 8
+        assert self.p.scheduler.num_free_leases == 8
         for request_id in self.here:
             assert self.d.holds(request_id), "what was received has changed"
         for engine in (self.p, self.d):
             assert not engine._reports, "not all ranks have reported"
             for rank in engine.ranks:
-                worker = rank.worker
-                assert worker.stats.snapshot().events.get("errors", 0) == 0
-                assert len(worker._receiver._free_words) == len(worker._receiver._words)
-                assert not worker._sender._pushes
-                assert not worker._receiver._by_ticket
-        scheduler = self.d.scheduler
-        assert scheduler.num_receiving == 0
-        assert not scheduler._aborted
+                seen = rank.worker.stats.snapshot()
+                assert seen.events.get("errors", 0) == 0
+                assert (seen.receiving, seen.lease_checks, seen.pushes) == (0, 0, 0)
+        assert self.d.scheduler.num_receiving == 0
 
     def quiet(self):
         idle = 0

@@ -1,4 +1,4 @@
-"""Pages say what the code says: pictures, error texts, variables, links."""
+"""Pages agree with the code: pictures, error texts, variables, links."""
 
 from __future__ import annotations
 
@@ -26,6 +26,20 @@ def test_every_picture_is_shown() -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     shown = re.findall(r"\((?:concepts/)?pictures/(\S+\.svg)\)", pages)
     assert sorted(shown) == sorted(path.name for path in (DOCS / "concepts" / "pictures").iterdir())
+
+
+def test_pages_can_be_read_without_the_site() -> None:
+    """Nothing but a table of contents is left to Sphinx."""
+    for page in PAGES:
+        fences = re.findall(r"^```\{(.+?)\}", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert set(fences) <= {"toctree"}, page
+
+
+def test_the_first_page_links_to_every_page() -> None:
+    index = DOCS / "index.md"
+    links = re.findall(r"\]\(([^)#:\s]+\.md)\)", index.read_text(encoding="utf-8"))
+    linked = {(DOCS / link).resolve() for link in links} | {index}
+    assert {page for page in PAGES if page.parent.name != "decisions"} <= linked
 
 
 def error_texts() -> list[str]:

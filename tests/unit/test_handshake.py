@@ -1,4 +1,4 @@
-"""The side channel: what it hands out, what it refuses, and what it keeps to itself."""
+"""The side channel: what it serves, what it refuses, and what it keeps secret."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 import pynixlkv
+from pynixlkv import wire
 from pynixlkv.errors import (
-    ClosedError,
     CompatMismatch,
     ConfigError,
     EngineIdMismatch,
-    ForkError,
     HandshakeError,
     HandshakeTimeout,
     ProtocolVersionError,
@@ -41,7 +40,7 @@ from pynixlkv.handshake.security import find_keys, resolve
 SECRET = b"sixteen or more random bytes"
 FIELDS = {"model": "m", "dtype": "bfloat16"}
 HELLOS = {(0, tp): f"hello of rank {tp} ".encode() * 40 for tp in range(4)}
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +61,7 @@ def ask(listener, **options):
 
 @contextmanager
 def raw_client(listener, kind=zmq.REQ, keys=None):
-    """A ZeroMQ client that does what it wants; `keys` are server, own public, own secret."""
+    """A bare ZeroMQ client; `keys` are server, own public, own secret."""
     with zmq.Context() as context, context.socket(kind) as client:
         client.linger = 0
         if keys is not None:
@@ -72,7 +71,7 @@ def raw_client(listener, kind=zmq.REQ, keys=None):
 
 
 def envelope(**changes):
-    fields = {"protocol": 1, "engine_id": "prefill", "compatibility": FIELDS}
+    fields = {"protocol": wire.VERSION, "engine_id": "prefill", "compatibility": FIELDS}
     fields["payload"] = msgspec.msgpack.encode(Question(None))
     return msgspec.msgpack.encode(Envelope(**{**fields, **changes}))
 
@@ -167,36 +166,16 @@ def test_all_ranks(secret):
     assert engine.engine_id == "prefill"
     assert engine.hellos == HELLOS
     assert engine.ranks == ((0, 0), (0, 1), (0, 2), (0, 3))
-    assert (engine.pp_size, engine.tp_size) == (1, 4)
     assert "hello of" not in repr(engine)
 
 
-def test_some_ranks_and_ranks_chosen_from_those_that_there_are():
+def test_some_ranks():
     hellos = {(pp, tp): b"%d%d" % (pp, tp) for pp in range(2) for tp in range(3)}
-    seen = []
-
-    def choose(ranks):
-        seen.append(ranks)
-        return [rank for rank in ranks if rank[1] == 2]
-
     with serve(hellos=hellos) as listener:
         assert ask(listener, ranks=[(1, 2)]).hellos == {(1, 2): b"12"}
-        assert ask(listener, ranks=[]).hellos == {}
-        engine = ask(listener, ranks=choose)
-    assert seen == [((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))]
-    assert engine.hellos == {(0, 2): b"02", (1, 2): b"12"}
-    assert (engine.pp_size, engine.tp_size) == (2, 3)
-
-
-def test_publish_replaces_and_adds():
-    with serve(hellos={(0, 0): b"old"}) as listener:
-        listener.publish((0, 0), b"new")
-        listener.publish((1, 0), bytearray(b"more"))
-        assert ask(listener).hellos == {(0, 0): b"new", (1, 0): b"more"}
-        with pytest.raises(ConfigError, match="rank is 3"):
-            listener.publish(3, b"")
-    with pytest.raises(ClosedError):
-        listener.publish((0, 0), b"late")
+        none = ask(listener, ranks=[])
+    assert none.hellos == {}
+    assert none.ranks == ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
 
 
 def test_forms_of_the_address():
@@ -230,10 +209,10 @@ def test_two_processes(start_peer):
     process.finish()
 
 
-# --- faults of group C ----------------------------------------------------------------------------
+# --- wrong peers and bad bytes --------------------------------------------------------------------
 
 
-def test_B055_another_engine_answers():
+def test_another_engine_answers():
     with serve("prefill-1") as wrong, pytest.raises(EngineIdMismatch) as caught:
         ask(wrong, engine_id="prefill-0")
     assert (caught.value.wanted, caught.value.seen) == ("prefill-0", "prefill-1")
@@ -241,7 +220,7 @@ def test_B055_another_engine_answers():
     assert "'prefill-1'" in str(caught.value)
 
 
-def test_B056_ports_of_data_parallel_engines():
+def test_ports_of_data_parallel_engines():
     listeners = [serve(f"dp-{i}", {(0, 0): b"%d" % i}) for i in range(4)]
     try:
         assert len({listener.port for listener in listeners}) == 4
@@ -252,7 +231,7 @@ def test_B056_ports_of_data_parallel_engines():
             listener.close()
 
 
-def test_B056_a_fixed_port_is_kept_and_a_taken_one_refused():
+def test_a_fixed_port_is_kept_and_a_taken_one_refused():
     with serve() as first:
         port = first.port
         with pytest.raises(ConfigError, match=f"{port}.*in use"):
@@ -262,7 +241,7 @@ def test_B056_a_fixed_port_is_kept_and_a_taken_one_refused():
         assert ask(("127.0.0.1", port)).hellos == HELLOS
 
 
-def test_B057_eight_listeners_at_once():
+def test_eight_listeners_at_once():
     with ThreadPoolExecutor(8) as pool:
         listeners = list(pool.map(lambda i: serve(f"e{i}"), range(8)))
         ports = {listener.port for listener in listeners}
@@ -272,7 +251,7 @@ def test_B057_eight_listeners_at_once():
     assert [engine.engine_id for engine in engines] == [f"e{i}" for i in range(8)]
 
 
-def test_B058_a_rank_that_is_not_there():
+def test_a_rank_that_is_not_there():
     with serve() as listener, pytest.raises(RankNotFound) as caught:
         ask(listener, ranks=[(0, 1), (0, 5)])
     assert caught.value.missing == [(0, 5)]
@@ -280,13 +259,13 @@ def test_B058_a_rank_that_is_not_there():
     assert "(0, 5); it serves (0, 0), (0, 1), (0, 2), (0, 3)" in str(caught.value)
 
 
-def test_B059_no_hellos():
+def test_no_hellos():
     with pytest.raises(ConfigError, match="hellos is empty") as caught:
         serve(hellos={})
     assert isinstance(caught.value, ValueError)
 
 
-def test_B060_dtype_differs(caplog):
+def test_dtype_differs(caplog):
     caplog.set_level(logging.WARNING, "pynixlkv.handshake")
     with serve() as listener, pytest.raises(CompatMismatch) as caught:
         ask(listener, compatibility={**FIELDS, "dtype": "float16"})
@@ -296,15 +275,15 @@ def test_B060_dtype_differs(caplog):
     assert "dtype is 'bfloat16' here, 'float16' there" in caplog.text  # the other side's log
 
 
-def test_B060_a_field_that_one_side_lacks():
+def test_a_field_that_one_side_lacks():
     with serve() as listener, pytest.raises(CompatMismatch) as caught:
         ask(listener, compatibility={"model": "m", "backend": "x"})
     assert caught.value.differences == [("backend", "x", None), ("dtype", None, "bfloat16")]
 
 
-def test_B060_payload_is_not_looked_at_before_the_rest_fits():
+def test_payload_is_not_looked_at_before_the_rest_fits():
     for changes, error in (
-        ({"protocol": 2}, ProtocolVersionError),
+        ({"protocol": 78}, ProtocolVersionError),
         ({"engine_id": "other"}, EngineIdMismatch),
         ({"compatibility": {}}, CompatMismatch),
         ({}, WireError),
@@ -317,18 +296,19 @@ def test_B060_payload_is_not_looked_at_before_the_rest_fits():
 
 def test_a_newer_protocol_is_told_apart():
     with serve() as listener, raw_client(listener) as client:
-        reply = exchange(client, envelope(protocol=7))
-        assert reply.protocol == 1
+        reply = exchange(client, envelope(protocol=77))
+        assert reply.protocol == wire.VERSION
         told = msgspec.msgpack.decode(reply.payload, type=Refusal)
         assert told.kind == "mismatch"
-        assert "version 7, this side 1" in told.message
-    future = msgspec.msgpack.decode(envelope(protocol=7)) | {"a field of the future": [1]}
+        assert f"version 77, this side {wire.VERSION}" in told.message
+    future = msgspec.msgpack.decode(envelope(protocol=77)) | {"a field of the future": [1]}
     with (
         fake_listener(msgspec.msgpack.encode(future)) as address,
         pytest.raises(ProtocolVersionError) as caught,
     ):
         ask(address)
-    assert (caught.value.local_version, caught.value.remote_version) == ("1", "7")
+    assert caught.value.local_version == str(wire.VERSION)
+    assert caught.value.remote_version == "77"
 
 
 class Evil:
@@ -339,7 +319,7 @@ class Evil:
         return (os.mkdir, (self.file,))
 
 
-def test_B063_a_pickle_is_not_run(tmp_path):
+def test_a_pickle_is_not_run(tmp_path):
     from pickle import dumps  # what an attacker would do
 
     trap = tmp_path / "trap"
@@ -379,7 +359,7 @@ GARBAGE = {
 }
 
 
-def test_B063_garbage_is_refused_and_the_listener_goes_on(caplog):
+def test_garbage_is_refused_and_the_listener_goes_on(caplog):
     with serve() as listener:
         with raw_client(listener) as client:
             for name, message in GARBAGE.items():
@@ -394,7 +374,7 @@ def test_B063_garbage_is_refused_and_the_listener_goes_on(caplog):
         with socket.create_connection((listener.host, listener.port)) as plain:
             plain.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(range(256)))
         assert ask(listener).hellos == HELLOS
-    assert "failed to answer" not in caplog.text  # each was refused, none was a surprise
+    assert "failed to answer" not in caplog.text  # each was refused; none raised
 
 
 def test_a_defect_in_an_answer_does_not_stop_the_listener(caplog):
@@ -415,25 +395,25 @@ def test_an_answer_with_other_ranks_is_refused():
 
 
 def test_hellos_beyond_the_limit_are_refused(monkeypatch):
-    monkeypatch.setattr("pynixlkv.handshake.server.MAX_REPLY_BYTES", MAX_REQUEST_BYTES + 1000)
+    monkeypatch.setattr("pynixlkv.handshake.message.MAX_REPLY_BYTES", MAX_REQUEST_BYTES + 1000)
     with serve() as listener:
         with pytest.raises(HandshakeError, match="ask for fewer"):
             ask(listener)
         assert ask(listener, ranks=[(0, 1)]).hellos == {(0, 1): HELLOS[0, 1]}
 
 
-def test_B064_3200_identical_replies():
+def test_3200_concurrent_requests_get_identical_replies():
     with serve() as listener, ThreadPoolExecutor(64) as pool:
 
         def fifty(_):
-            return [ask(listener, timeout=100.0) for _ in range(50)]
+            return [ask(listener, timeout=300.0) for _ in range(50)]
 
         replies = [engine for engines in pool.map(fifty, range(64)) for engine in engines]
     assert len(replies) == 3200
     assert all(engine.hellos == HELLOS for engine in replies)
 
 
-def test_B066_a_peer_that_accepts_and_never_answers():
+def test_a_peer_that_accepts_and_never_answers():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         started = time.monotonic()
         with pytest.raises(HandshakeTimeout, match="accepted the connection and said nothing"):
@@ -575,7 +555,6 @@ def test_endpoints():
         ({"compatibility": {"tp": 4}}, "'tp' is 4"),
         ({"ranks": [5]}, "rank is 5"),
         ({"ranks": [(0, -1)]}, r"rank is \(0, -1\)"),
-        ({"ranks": lambda _: ["x"]}, "rank is 'x'"),
         ({"timeout": 0}, "timeout is 0"),
         ({"timeout": float("inf")}, "timeout is inf"),
         ({"secret": ""}, "secret is empty"),
@@ -592,7 +571,7 @@ def test_wrong_addresses(address):
         ask(address)
 
 
-# --- its own life ---------------------------------------------------------------------------------
+# --- close, drop, fork ----------------------------------------------------------------------------
 
 
 def test_close_ends_the_thread_and_frees_the_port():
@@ -647,19 +626,14 @@ def test_no_more_sockets(monkeypatch):
 
 CHILD = """
 import json, os, sys
-from pynixlkv.errors import ForkError
 from pynixlkv.handshake import Handshake, fetch
 listener = Handshake("e", {(0, 0): b"x"}, compatibility={})
 ask = lambda: fetch(listener.address, engine_id="e", compatibility={}).hellos == {(0, 0): b"x"}
 assert ask()
 pid = os.fork()
 if pid == 0:
-    try:
-        listener.publish((0, 0), b"y")
-    except ForkError:
-        listener.close()
-        os._exit(0 if ask() else 2)
-    os._exit(3)
+    listener.close()
+    os._exit(0 if ask() else 2)
 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 print(json.dumps([status, ask()]))
 listener.close()
@@ -669,11 +643,7 @@ listener.close()
 def test_a_forked_child_may_ask_but_not_serve():
     output = subprocess.run(
         [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", CHILD],
-        check=True, capture_output=True, text=True, timeout=60,
+        check=True, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert json.loads(output.stdout) == [0, True]
     assert output.stderr == ""
-
-
-def test_fork_error_is_a_closed_error():
-    assert issubclass(ForkError, ClosedError)

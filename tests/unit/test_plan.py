@@ -154,19 +154,16 @@ def test_groups_have_tables_of_their_own() -> None:
     assert (latent[7][4] == other_latent[7][3]).all()
     assert (state[2] == other_state[0]).all()
     # One number for all: state has no positions.
-    tables = plan.tables(
-        {"full": [0, 1], "latent": [4], "state": [2]},
-        {"full": [5, 4], "latent": [3], "state": [0]},
-        num_tokens=24,
-        local_start=16,
-        remote_start=16,
+    tables = (
+        {"full": [0], "latent": [4], "state": [2]},
+        {"full": [5], "latent": [3], "state": [0]},
     )
-    assert tables.headers.reshape(3, 5).tolist() == [
-        [2, 2, 24, 16, 16],
-        [1, 1, 24, 16, 16],
-        [1, 1, -1, 0, 0],
-    ]
-    assert tables.ids.tolist() == [0, 1, 5, 4, 4, 3, 2, 0]
+    positions: dict[str, Any] = {"local_start": 16, "remote_start": 16}
+    assert len(plan.descriptors(*tables, num_tokens=24, **positions)[0]) == 4
+    with pytest.raises(
+        PlanError, match="group 0: num_tokens is 25, but the local table ends at 24"
+    ):
+        plan.descriptors(*tables, num_tokens=25, **positions)
     some = TransferPlan(local.geometry, remote.geometry, groups=["state", "full", "state"])
     assert some.groups == ("state", "full")
     assert len(some.descriptors({"full": [], "state": [1]}, {"full": [], "state": [1]})[0]) == 1
@@ -212,15 +209,6 @@ def test_max_bytes_cuts_after_merging() -> None:
     rows, _ = plan.descriptors([0, 1], [3, 4])
     assert rows[:, 1].tolist() == [block + 100, block - 100] * 2
     assert plan.describe().groups[0].best_runs_per_block == 2
-
-
-def test_the_program_is_read_only_and_says_the_same_every_time() -> None:
-    local, remote = Made("KBHND"), Made("BNHC")
-    plan = TransferPlan(local.geometry, remote.geometry)
-    assert plan.program.dtype == np.uint64
-    with pytest.raises(ValueError, match="read-only"):
-        plan.program[0] = 0
-    assert (plan.program == TransferPlan(local.geometry, remote.geometry).program).all()
 
 
 def test_threads_may_share_a_plan() -> None:
@@ -295,8 +283,8 @@ def test_describe() -> None:
     )
     same = TransferPlan(Made("KBHND").geometry, Made("KBHND").geometry)
     cost = same.describe([0, 1, 3], [2, 3, 5])
-    assert (cost.num_bytes, cost.num_runs, cost.num_rows) == (3 * per_block, 6, 4)
-    assert str(cost).endswith("6144 bytes: 6 runs -> 4 rows")
+    assert (cost.num_bytes, cost.num_runs, cost.num_descriptors) == (3 * per_block, 6, 4)
+    assert str(cost).endswith("6144 bytes: 6 runs -> 4 descriptors")
     with pytest.raises(PlanError, match="both block tables or neither"):
         same.describe([0])
 
@@ -391,7 +379,7 @@ def test_tables_by_group() -> None:
     [
         ({"heads": 8, "kv_heads": 8}, {}, "cannot be matched: kv.kv_heads is 4 here and 8 there"),
         ({"dtype": "bfloat16"}, {}, "kv.dtype is 'uint16' here and 'bfloat16' there"),
-        ({"indivisible": "N"}, {}, r"kv.indivisible is \[\] here and \['N'\] there"),
+        ({"opaque_axes": "N"}, {}, r"kv.opaque_axes is \[\] here and \['N'\] there"),
         ({"group": "x"}, {}, r"the groups differ: local has \['kv'\], remote \['x'\]"),
         ({"group": "x"}, {"groups": ["kv"]}, r"groups \['kv'\] are not in the remote cache"),
         ({}, {"groups": ["x"]}, r"groups \['x'\] are not in the local cache, which has \['kv'\]"),
@@ -455,18 +443,18 @@ def test_one_kind_of_memory_per_side() -> None:
 
 
 def test_opaque_pages_split_by_head_and_not_by_token() -> None:
-    local = Made("BHNC", indivisible="N")
-    remote = Made("BHNC", heads=2, kv_heads=4, tp=(1, 2), indivisible="N")
+    local = Made("BHNC", opaque_axes="N")
+    remote = Made("BHNC", heads=2, kv_heads=4, tp=(1, 2), opaque_axes="N")
     read(local, remote, [3, 1], [0, 5], num_tokens=9, plan_options={"heads": range(2, 4)})
     assert (local[0][3][:, 2:] == remote[0][0]).all()
     assert (local[0][1][:, 2:] == remote[0][5]).all()
-    smaller = Made("BHNC", tokens=4, indivisible="N")
-    with pytest.raises(PlanError, match="token axis is indivisible, so blocks must hold the same"):
+    smaller = Made("BHNC", tokens=4, opaque_axes="N")
+    with pytest.raises(PlanError, match="token axis is opaque, so blocks must hold the same"):
         TransferPlan(local.geometry, smaller.geometry)
-    with pytest.raises(PlanError, match="token axis is indivisible, so its head axis must be the"):
+    with pytest.raises(PlanError, match="token axis is opaque, so its head axis must be the"):
         TransferPlan(
-            Made("BNHC", indivisible="N").geometry,
-            Made("BNHC", heads=2, kv_heads=4, tp=(1, 2), indivisible="N").geometry,
+            Made("BNHC", opaque_axes="N").geometry,
+            Made("BNHC", heads=2, kv_heads=4, tp=(1, 2), opaque_axes="N").geometry,
             heads=[2, 3],
         )
 

@@ -401,7 +401,7 @@ def test_the_description_adds_up(data) -> None:
     rows, _ = plan.descriptors(table.local_blocks, table.remote_blocks, **table.arguments)
     description = plan.describe(table.local_blocks, table.remote_blocks, **table.arguments)
     assert description.num_bytes == rows[:, 1].sum()
-    assert description.num_rows == len(rows)
+    assert description.num_descriptors == len(rows)
     (group,) = description.groups
     elements = model.num_layers * (2 if local.shape.has_values else 1) * model.head_dim
     elements *= len(local.shape.heads) * local.shape.block_size
@@ -495,7 +495,7 @@ def test_groups_have_tables_of_their_own(data) -> None:
 
 @many
 @given(data=st.data())
-def test_an_indivisible_token_axis_moves_whole_blocks(data) -> None:
+def test_an_opaque_token_axis_moves_whole_blocks(data) -> None:
     """Pages that may be cut by head but not by token: a tail is rounded up to the block."""
     model = replace(data.draw(models()), interleave=1)
     kv_heads = data.draw(st.sampled_from([2, 4, 6]))
@@ -524,7 +524,7 @@ def test_an_indivisible_token_axis_moves_whole_blocks(data) -> None:
             kv_heads=kv_heads,
             tp=(rank, size),
             layers=layers,
-            indivisible="N",
+            opaque_axes="N",
         )
         return side, cache
 

@@ -6,33 +6,48 @@ import random
 import struct
 
 import msgspec
+import numpy as np
 import pytest
 
 from pynixlkv import wire
+from pynixlkv._secret import check_secret
 from pynixlkv.errors import ConfigError, HandshakeError, ProtocolVersionError, WireError
+from pynixlkv.geometry import KVCache
+from pynixlkv.hello import Hello
+from pynixlkv.types import MemorySpan, MemoryType
 
-HELLO = wire.Hello(
+
+class Note(msgspec.Struct):
+    """Another kind of record."""
+
+
+HELLO = Hello(
     agent="prefill-0",
     incarnation=bytes(range(16)),
     byte_order="little",
-    engine="fake",
-    engine_version="1.0",
+    transfer_backend="fake",
+    backend_version="1.0",
     metadata=bytes(range(256)) * 2,
-    spans=[wire.SpanRecord(4096, 65536, 0, 0), wire.SpanRecord(1 << 40, 1, 3, 1)],
-    geometries=[b"one", b"two"],
+    spans=[
+        MemorySpan(4096, 65536, MemoryType.DRAM, 0),
+        MemorySpan(1 << 40, 1, MemoryType.VRAM, 3),
+    ],
+    geometries=[
+        KVCache.from_tensors({"x": np.zeros((2, 4, 8))}, axes="MLA", kv_heads=None).geometry
+    ],
 )
 SECRET = b"0123456789abcdef"
 
 
 @pytest.mark.parametrize("secret", [None, SECRET, b"k" * 65])
 def test_round_trip(secret):
-    assert wire.unseal(wire.seal(HELLO, secret=secret), secret=secret) == HELLO
-    assert wire.unseal(memoryview(wire.seal(HELLO, secret=secret)), secret=secret) == HELLO
+    assert Hello.unseal(HELLO.seal(secret), secret) == HELLO
+    assert Hello.unseal(memoryview(HELLO.seal(secret)), secret) == HELLO
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
 def test_ten_thousand_mutations_are_all_refused(secret):
-    good = wire.seal(HELLO, secret=secret)
+    good = HELLO.seal(secret)
     rng = random.Random(7)
     for _ in range(10_000):
         bad = bytearray(good)
@@ -54,18 +69,18 @@ def test_ten_thousand_mutations_are_all_refused(secret):
         if bytes(bad) == good:
             continue
         with pytest.raises(HandshakeError):
-            wire.unseal(bytes(bad), secret=secret)
+            Hello.unseal(bytes(bad), secret)
 
 
 def test_a_digest_made_without_the_secret_is_refused():
-    forged = bytearray(wire.seal(HELLO))
+    forged = bytearray(HELLO.seal())
     forged[6] = 1  # claims to carry a MAC
     with pytest.raises(WireError, match="another secret"):
-        wire.unseal(bytes(forged), secret=SECRET)
+        Hello.unseal(bytes(forged), SECRET)
 
 
 def test_each_refusal_says_what_it_saw():
-    good = wire.seal(HELLO)
+    good = HELLO.seal()
     for bad, text in [
         (b"", "0 bytes are too few"),
         (b"GET / HTTP/1.1" + bytes(60), "not a pynixlkv hello"),
@@ -74,38 +89,47 @@ def test_each_refusal_says_what_it_saw():
         (good[:-1] + bytes([good[-1] ^ 1]), "digest"),
     ]:
         with pytest.raises(WireError, match=text):
-            wire.unseal(bad)
-    with pytest.raises(ProtocolVersionError, match="version 9, this side 1") as caught:
-        wire.unseal(good[:4] + struct.pack("<H", 9) + good[6:])
-    assert (caught.value.local_version, caught.value.remote_version) == ("1", "9")
+            Hello.unseal(bad)
+    with pytest.raises(ProtocolVersionError, match="version 9, this side 2") as caught:
+        Hello.unseal(good[:4] + struct.pack("<H", 9) + good[6:])
+    assert (caught.value.local_version, caught.value.remote_version) == ("2", "9")
     with pytest.raises(WireError, match="exceeds the limit"):
-        wire.unseal(bytes(wire.MAX_HELLO_BYTES + 1))
+        Hello.unseal(bytes(wire.MAX_BYTES + 1))
+
+
+def span(address, nbytes, *, memory=0, device=0):
+    return MemorySpan(address, nbytes, memory, device)
 
 
 @pytest.mark.parametrize(
     ("field", "value", "text"),
     [
-        ("agent", "", "empty agent name"),
-        ("incarnation", b"short", "has 5 bytes, not 16"),
-        ("spans", [wire.SpanRecord(0, 0, 0, 0)], "span 0"),
-        ("spans", [wire.SpanRecord(0, 1, 0, 0), wire.SpanRecord(2**64 - 1, 2, 0, 0)], "span 1"),
-        ("spans", [wire.SpanRecord(0, 1, 0, 5)], "span 0"),
-        ("spans", [wire.SpanRecord(-1, 1, 0, 0)], "span 0"),
+        ("agent", "", r"`str` of length >= 1 - at `\$.agent`"),
+        ("incarnation", b"short", r"`bytes` of length >= 16 - at `\$.incarnation`"),
+        ("spans", [span(0, 0)], r">= 1 - at `\$.spans\[0\]\[1\]`"),
+        ("spans", [span(0, 1), span(2**60, 2)], r"at `\$.spans\[1\]\[0\]`"),
+        ("spans", [span(0, 1, memory=5)], r"Invalid enum value 5 - at `\$.spans\[0\]\[2\]`"),
+        ("spans", [span(-1, 1)], r">= 0 - at `\$.spans\[0\]\[0\]`"),
         ("metadata", "not bytes", "does not decode"),
         ("geometries", [1], "does not decode"),
     ],
 )
 def test_wellformed_nonsense_is_refused(field, value, text):
-    bad = wire.seal(msgspec.structs.replace(HELLO, **{field: value}))
+    bad = msgspec.structs.replace(HELLO, **{field: value}).seal()
     with pytest.raises(WireError, match=text):
-        wire.unseal(bad)
+        Hello.unseal(bad)
+
+
+def test_one_kind_of_record_does_not_pass_for_another():
+    with pytest.raises(WireError, match="the note's digest does not fit"):
+        wire.unseal(HELLO.seal(), Note, "note")
 
 
 def test_secret_from_the_environment(monkeypatch):
     monkeypatch.delenv("PYNIXLKV_SECRET", raising=False)
-    assert wire.check_secret(None) is None
+    assert check_secret(None) is None
     monkeypatch.setenv("PYNIXLKV_SECRET", "from the environment")
-    assert wire.check_secret(None) == b"from the environment"
-    assert wire.check_secret("text") == b"text"
+    assert check_secret(None) == b"from the environment"
+    assert check_secret("text") == b"text"
     with pytest.raises(ConfigError, match="empty"):
-        wire.check_secret(b"")
+        check_secret(b"")

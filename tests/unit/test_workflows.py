@@ -10,6 +10,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 
 
@@ -31,12 +32,27 @@ def test_every_action_is_pinned_to_a_commit(path: Path) -> None:
         assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", each), each
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_workflows_call_make_targets_that_exist(path: Path) -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for line in re.findall(r"run: make (.*)", path.read_text(encoding="utf-8")):
-        for target in (word for word in line.split() if "=" not in word):
-            assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+def steps(workflow: str) -> list[str]:
+    """Return the make targets that a workflow runs, a job for each."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / workflow).read_text(encoding="utf-8"))
+    return jobs["jobs"]["check"]["strategy"]["matrix"]["step"]
+
+
+def test_hosted_ci_runs_the_steps_of_make_ci() -> None:
+    (listed,) = re.findall(r"^CI_STEPS := (.*)$", MAKEFILE, re.MULTILINE)
+    assert steps("ci.yml") == listed.split()
+
+
+def test_what_ci_leaves_out_runs_at_night() -> None:
+    assert {"asan", "tsan", "tidy", "cov", "test-vllm"} <= set(steps("nightly.yml"))
+
+
+def test_workflows_call_make_targets_that_exist() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in WORKFLOWS)
+    words = [word for line in re.findall(r"run: make (.*)", text) for word in line.split()]
+    called = [word for word in words if re.fullmatch(r"[a-z-]+", word)]
+    for target in [*called, *steps("ci.yml"), *steps("nightly.yml")]:
+        assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), target
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)

@@ -58,12 +58,12 @@ def describe(kv_config, tensors, total=4, place=None, is_opaque=False):
 def test_one_group():
     spec = full()
     kv_config = config((names(0, 1), spec))
-    cache, table_of = describe(kv_config, {n: tensor(spec) for n in names(0, 1)})
+    cache, block_table_index = describe(kv_config, {n: tensor(spec) for n in names(0, 1)})
     (group,) = cache.geometry.groups
-    assert table_of == {"0:model.layers.#.self_attn.attn": 0}
+    assert block_table_index == {"0:model.layers.#.self_attn.attn": 0}
     assert group.layers == (0, 1)
     assert (group.block_size, group.num_blocks, group.kv_heads) == (16, BLOCKS, 4)
-    assert (group.head_dim, group.has_values, group.indivisible) == (64, False, "")
+    assert (group.head_dim, group.has_values, group.opaque_axes) == (64, False, "")
     assert group_specs(kv_config, 1) == [GroupSpec(16, window=None, null_block=0)]
 
 
@@ -73,9 +73,9 @@ def test_groups_that_share_memory_have_tables_of_their_own():
     kv_config = config((names(0, 2), specs[0]), (names(1, 3), specs[1]))
     shared = [tensor(specs[0]) for _ in range(2)]
     tensors = dict(zip([*names(0, 2), *names(1, 3)], shared * 2, strict=True))
-    cache, table_of = describe(kv_config, tensors)
+    cache, block_table_index = describe(kv_config, tensors)
     assert [group.layers for group in cache.geometry.groups] == [(0, 2), (1, 3)]
-    assert list(table_of.values()) == [0, 1]
+    assert list(block_table_index.values()) == [0, 1]
     assert len(cache.spans) <= 2
     assert [s.window for s in group_specs(kv_config, 1)] == [None, 40]
 
@@ -84,9 +84,9 @@ def test_layers_of_other_shapes_in_one_group_share_its_table():
     specs = {names(0)[0]: full(), names(1)[0]: full(head_size=64)}
     uniform = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
     kv_config = config((names(0, 1), uniform))
-    cache, table_of = describe(kv_config, {n: tensor(s) for n, s in specs.items()})
+    cache, block_table_index = describe(kv_config, {n: tensor(s) for n, s in specs.items()})
     assert [group.head_dim for group in cache.geometry.groups] == [64, 128]
-    assert list(table_of.values()) == [0, 0]
+    assert list(block_table_index.values()) == [0, 0]
 
 
 @pytest.mark.parametrize(("size", "held"), [(2, 2), (8, 1)])
@@ -122,7 +122,7 @@ def test_opaque_pages_do_not_plan_against_others():
     ours, _ = describe(config((names(0), spec)), {names(0)[0]: tensor(spec)}, is_opaque=True)
     theirs, _ = describe(config((names(0), other)), {names(0)[0]: tensor(other)}, is_opaque=True)
     TransferPlan(ours.geometry, ours.geometry)
-    with pytest.raises(ConfigError, match=r"indivisible|opaque"):
+    with pytest.raises(ConfigError, match=r"opaque_axes|opaque"):
         TransferPlan(ours.geometry, theirs.geometry)
 
 

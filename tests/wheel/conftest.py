@@ -1,4 +1,4 @@
-"""A new environment for each set of libraries, with the wheel of dist/ and nothing of ours."""
+"""New environments, one for each set of libraries, with the wheel of dist/ and no source tree."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIBRARIES = {"bare": [], "nixl": ["nixl"], "ucx": ["ucx"], "both": ["nixl", "ucx
 
 
 def wheels() -> dict[str, Path]:
-    """Return the wheels in dist/ by the Python that they are for, such as ``"3.11"``."""
+    """Return the wheels in dist/ by Python version, such as ``"3.11"``."""
     found = sorted((ROOT / "dist").glob("*.whl"))
     return {f"3.{wheel.name.split('-')[2].removeprefix('cp3')}": wheel for wheel in found}
 
@@ -33,7 +33,7 @@ class Environment:
     libraries: list[str]
 
     def run(self, *command: str, status: int = 0, **variables: str) -> str:
-        """Run a program of the environment, with no other on PATH; return what it printed."""
+        """Run a program of the environment with nothing else on PATH; return its output."""
         done = subprocess.run(
             [str(self.bin / command[0]), *command[1:]],
             cwd=self.home,
@@ -48,19 +48,19 @@ class Environment:
 
 
 def pip(python: Path, *arguments: str) -> None:
-    """Let this environment's pip work on another's."""
+    """Run this environment's pip on another environment."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     subprocess.run([*command, "--python", str(python), *arguments], check=True, timeout=110)
 
 
 def make_environment(folder: Path, base: str, wheel: Path, libraries: list[str]) -> Environment:
-    """Make one; the base is an interpreter."""
+    """Make an environment of an interpreter, `base`."""
     subprocess.run([base, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
     python = folder / "venv" / "bin" / "python"
     extras = (["cli"] if libraries else []) + (["ucx"] if "ucx" in libraries else [])
     pip(python, "install", f"{wheel}[{','.join(extras)}]" if extras else str(wheel))
     if "nixl" in libraries:
-        pip(python, "install", "--no-deps", NIXL)  # its own wish for torch is not needed here
+        pip(python, "install", "--no-deps", NIXL)  # its dependency on torch is not needed
     home = folder / "home"
     home.mkdir()
     return Environment(python.parent, home, libraries)
@@ -81,7 +81,7 @@ def get_environment(tmp_path_factory) -> Callable[[str, str], Environment]:
 
 @pytest.fixture(params=sorted(wheels()))
 def python(request: pytest.FixtureRequest) -> str:
-    """A Python that there is a wheel for."""
+    """A Python version with a wheel in dist/."""
     return request.param
 
 

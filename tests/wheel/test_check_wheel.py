@@ -1,4 +1,4 @@
-"""The inspection of wheels notices each thing that must not be in one, or must."""
+"""`check_wheel.py` reports every defect of a wheel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERSION = CHECK["package_version"]()
 
 
 def problems_of(path: Path, version: str = VERSION) -> str:
-    """Return all that is said about a wheel."""
+    """Return all problems of a wheel."""
     return "\n".join(CHECK["check_wheel"](path, version))
 
 
@@ -47,7 +47,7 @@ def rewrite(
 
 
 def patched(tmp_path: Path, *arguments: str):
-    """Return what changes a library with patchelf."""
+    """Return a function that changes a library with patchelf."""
 
     def change(_name: str, data: bytes) -> bytes:
         library = tmp_path / "library.so"
@@ -67,7 +67,7 @@ def test_a_wheel_of_dist_is_right(wheel):
     ("drop", "says"),
     [
         ("py.typed", "lacks pynixlkv/py.typed"),
-        ("_native.pyi", "lacks pynixlkv/_native.pyi"),
+        ("_native/__init__.pyi", "lacks pynixlkv/_native/__init__.pyi"),
         ("licenses/LICENSE", "lacks the licence"),
         (".so", "not the two extension modules"),
     ],

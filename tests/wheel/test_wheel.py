@@ -1,4 +1,4 @@
-"""The wheel of dist/ does its work in new environments without a compiler or our source tree."""
+"""The wheel of dist/ works in new environments without a compiler or this source tree."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def test_an_engine_that_is_there_moves_blocks(environment, engine):
 
 @in_environments(nixl=["nixl"], ucx=["ucx"], both=["nixl", "ucx"])
 def test_two_processes_exchange_blocks(environment, engine):
-    output = environment.run("pynixlkv", "demo", "--engine", engine, "--blocks", "8", "--json")
+    output = environment.run(
+        "pynixlkv", "demo", "--transfer-backend", engine, "--blocks", "8", "--json"
+    )
     assert json.loads(output)["ok"] is True
 
 

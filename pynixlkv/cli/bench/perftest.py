@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from pynixlkv._loader import find_ucx
 from pynixlkv.cli.bench.cases import TRANSPORTS
-from pynixlkv.cli.messages import RunError
 from pynixlkv.errors import LibraryNotFoundError
+from pynixlkv.testing.process import RunError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,15 +38,7 @@ _LISTEN = "0A"  # state of a socket in /proc/net/tcp
 
 
 class Perftest:
-    """The program, for the UCX that pynixlkv uses if that has one.
-
-    Parameters
-    ----------
-    program : Path
-        Its file.
-    environment : mapping of str to str
-        What it needs besides the environment of this process.
-    """
+    """The program, for the UCX that pynixlkv uses if that has one."""
 
     def __init__(self, program: Path, environment: Mapping[str, str]) -> None:
         self.program = program
@@ -54,7 +46,7 @@ class Perftest:
 
     @classmethod
     def find(cls) -> Perftest | None:
-        """Return it; None if there is none."""
+        """Return the program, None if there is none."""
         try:
             library = Path(find_ucx().path)
         except LibraryNotFoundError:
@@ -65,40 +57,20 @@ class Perftest:
         found = shutil.which("ucx_perftest")
         return cls(Path(found), {}) if found else None
 
-    def run(self, case: Case, processors: tuple[int, int] | None = None) -> float:
-        """Measure a case in two processes of its own.
+    def run(self, case: Case) -> float:
+        """Measure a repeated case and return the seconds for all pieces.
 
-        Parameters
-        ----------
-        case : Case
-            With the pattern ``"repeated"``, the only one that it has.
-        processors : tuple of (int, int), optional
-            Where the target and the initiator stay; by default wherever the system puts them.
-
-        Returns
-        -------
-        float
-            Seconds for all pieces; where each waits for the one before it, the median piece times
-            their number.
-
-        Raises
-        ------
-        RunError
-            If it fails or does not end.
-
-        Notes
-        -----
-        Neither process outlives the call, whatever ends it.
+        Where each piece waits for the one before it, they are the median time of a piece by their
+        number. Neither of its two processes outlives the call.
         """
         transport = TRANSPORTS[case.transport]
         environment = {**os.environ, **transport.environment, **self._environment}
         with ExitStack() as stack:
 
-            def start(side: int, *arguments: str) -> subprocess.Popen[str]:
-                stay = () if processors is None else ("-c", str(processors[side]))
+            def start(*arguments: str) -> subprocess.Popen[str]:
                 output = stack.enter_context(tempfile.TemporaryFile("w+"))
                 process = subprocess.Popen(
-                    [str(self.program), *stay, *arguments],
+                    [str(self.program), *arguments],
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -115,16 +87,15 @@ class Perftest:
             if transport.one_process:
                 where: tuple[str, ...] = ("-l",)
             else:
-                server = start(0, "-p", "0")  # a port that the system gives it
+                server = start("-p", "0")  # the system chooses a port
                 while (port := _listening_port(server.pid)) is None:
                     if server.poll() is not None or time.monotonic() > deadline:
                         raise RunError(f"ucx_perftest does not listen: {_output(server)}")
                     time.sleep(_LOOK_S)
                 where = ("-p", str(port), "127.0.0.1")
             client = start(
-                1,
                 *where,
-                *("-t", _TESTS[case.operation], "-s", str(case.piece_bytes)),
+                *("-t", _TESTS[case.direction], "-s", str(case.piece_bytes)),
                 *("-n", str(case.count), "-w", str(max(1, case.count // 10))),
                 *("-O", str(case.window), "-z", "-f", "-v"),
                 *(("-e",) if transport.error_handling else ()),
@@ -141,25 +112,7 @@ class Perftest:
 
 
 def read_microseconds(output: str, column: str) -> float:
-    """Return a time of a piece, in microseconds, from what ucx_perftest prints as CSV.
-
-    Parameters
-    ----------
-    output : str
-        All that it has written.
-    column : str
-        Heading of the number.
-
-    Returns
-    -------
-    float
-        Microseconds.
-
-    Raises
-    ------
-    RunError
-        If the number is not there.
-    """
+    """Return the time of a piece in a column of the CSV that ucx_perftest prints."""
     lines = [line.split(",") for line in output.splitlines()]
     for header, values in pairwise(lines):
         if column in header and len(values) == len(header):
@@ -174,7 +127,7 @@ def _output(process: subprocess.Popen[str]) -> str:
 
 
 def _listening_port(pid: int) -> int | None:
-    """Look without connecting: the first connection is the one that it serves."""
+    """Look without connecting: ucx_perftest serves the first connection only."""
     process = Path("/proc") / str(pid)
     mine = set()
     for link in (process / "fd").iterdir():

@@ -18,18 +18,7 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: Path) -> None:
-    """Check before a measurement that its drawing will be possible.
-
-    Parameters
-    ----------
-    path : Path
-        The file to be.
-
-    Raises
-    ------
-    ConfigError
-        If matplotlib is not installed, or the path names no picture in an existing folder.
-    """
+    """Check before a measurement that its results can be drawn."""
     try:
         import matplotlib as mpl  # noqa: F401
     except ModuleNotFoundError:
@@ -45,15 +34,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw(report: BenchReport, path: Path) -> None:
-    """Draw bandwidth by size, one panel for each transport, operation and pattern.
-
-    Parameters
-    ----------
-    report : BenchReport
-        What was measured.
-    path : Path
-        Where to write; its suffix says the format.
-    """
+    """Draw bandwidth by size, one panel for each transport, operation and pattern."""
     from matplotlib.figure import Figure
 
     panels: dict[str, list[CaseReport]] = {}
@@ -69,14 +50,9 @@ def draw(report: BenchReport, path: Path) -> None:
         axes = figure.add_subplot(rows, columns, place)
         sizes = [case.piece_bytes // _KIB for case in cases]
         for number, series in enumerate(cases[0].series):
-            shown = [case.series[number] for case in cases]
-            rates = [each.gb_per_s for each in shown]
-            half = [
-                each.gb_per_s * each.iqr_s / each.median_s / 2 if each.median_s else 0.0
-                for each in shown
-            ]
+            rates = [case.series[number].gb_per_s for case in cases]
             style = "--" if series.series == cases[0].limit else "-"
-            axes.errorbar(sizes, rates, yerr=half, label=series.series, fmt=f"{style}o", ms=3)
+            axes.plot(sizes, rates, f"{style}o", label=series.series, ms=3)
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, labels=[f"{size:,}" for size in sizes])
         axes.set_ylim(bottom=0)
@@ -89,7 +65,7 @@ def draw(report: BenchReport, path: Path) -> None:
     before, after = report.load_average
     figure.suptitle(
         f"{report.machine['cores']} cores, load {before:.1f} to {after:.1f}, medians of "
-        f"{report.rounds} rounds, bars: interquartile range",
+        f"{report.rounds} rounds",
         fontsize=9,
     )
     figure.savefig(path, dpi=72)

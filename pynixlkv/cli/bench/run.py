@@ -1,4 +1,4 @@
-"""Leads a measurement: every case in rounds, in which everything that is compared has its turn."""
+"""Runs the cases in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -8,34 +8,18 @@ import platform
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pynixlkv import _loader
 from pynixlkv.cli.bench.cases import TRANSPORTS, Case, Fault, Series, make_cases
-from pynixlkv.cli.bench.memory import small_pages
-from pynixlkv.cli.bench.messages import (
-    Close,
-    Done,
-    Finish,
-    Offer,
-    Offered,
-    Open,
-    Ran,
-    Rest,
-    Rested,
-    Run,
-    Serve,
-    SideSpec,
-    decode,
-)
-from pynixlkv.cli.bench.movers import find_nixl_python, has_target
 from pynixlkv.cli.bench.perftest import HOW_TO_GET, Perftest
-from pynixlkv.cli.group import ProcessGroup
-from pynixlkv.cli.messages import RunError
+from pynixlkv.cli.bench.transfers import has_target
+from pynixlkv.cli.bench.worker import BenchWorker
 from pynixlkv.errors import LibraryNotFoundError, PynixlkvError
+from pynixlkv.testing.process import ProcessGroup, RunError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,26 +28,14 @@ __all__ = ["BenchOptions", "BenchReport", "CaseReport", "SeriesReport", "run_ben
 
 _ROUNDS, _QUICK_ROUNDS = 7, 3
 _TARGET, _INITIATOR = "target", "initiator"
-_ON_UCX = ("pynixlkv.ucx", "UcxAgent", Series.memcpy_mapped.value)
+_ON_UCX = (Series.binding, Series.ucx, Series.ucx_allocated)
 # Reported where they are installed.
 _DISTRIBUTIONS = ("nixl-cu12", "nixl-cu13", "libucx-cu12", "libucx-cu13", "torch")
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure.
-
-    Parameters
-    ----------
-    transports : tuple of str, optional
-        Names; by default all that work here.
-    quick : bool
-        A few cases that take seconds.
-    timeout_s : float
-        Seconds after which everything is given up.
-    fault : Fault, optional
-        What to spoil on purpose, to see that it is noticed.
-    """
+    """What to measure: by default all transports that work here."""
 
     transports: tuple[str, ...] | None = None
     quick: bool = False
@@ -73,34 +45,16 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class SeriesReport:
-    """What one series of a case took.
+    """The times of one series of a case.
 
-    Parameters
-    ----------
-    series : str
-        What moved the bytes.
-    seconds : list of float
-        Each run, in order; runs that failed are not among them.
-    median_s, iqr_s : float
-        Median and interquartile range of the runs; 0 if all failed.
-    gb_per_s : float
-        Bytes by the median, in 10⁹ bytes per second.
-    us_per_piece : float
-        Median by the number of pieces, in microseconds: the latency where the window is 1.
-    ratio : float or None
-        Median over the rounds of the limit's time by this one's; None without a limit.
-    failures : int
-        Runs that failed.
-    wrong_bytes : int
-        Bytes that differ from what they must be, in the runs that were compared.
-    error : str
-        The first failure.
+    `seconds` has those of the runs that did not fail, in order; `us_per_piece` is the latency where
+    the window is 1. `ratio` is the median over the rounds of the limit's time by this one's. Bytes
+    are compared in the first round and the last. `error` is that of the first failure.
     """
 
     series: str
     seconds: list[float]
     median_s: float
-    iqr_s: float
     gb_per_s: float
     us_per_piece: float
     ratio: float | None
@@ -111,7 +65,7 @@ class SeriesReport:
 
 @dataclass(frozen=True)
 class CaseReport:
-    """One case and what each of its series took."""
+    """One case and the times of each of its series."""
 
     name: str
     transport: str
@@ -128,75 +82,33 @@ class CaseReport:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """All that was measured, and where.
-
-    Parameters
-    ----------
-    machine, versions : dict
-        The machine and the libraries.
-    load_average : list of float
-        That of the last minute, before and after.
-    processors : list of int
-        Where the target and the initiator stayed; empty if there was no choice.
-    rounds : int
-        Turns that everything compared had in each case.
-    absent : dict of str to str
-        Transports and series that were not measured, and why.
-    cases : list of CaseReport
-        The results.
-    """
+    """All results, and where they were measured; `absent` says what was not measured and why."""
 
     machine: dict[str, Any]
     versions: dict[str, str]
     load_average: list[float]
-    processors: list[int]
     rounds: int
     absent: dict[str, str]
     cases: list[CaseReport] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        """Whether every run succeeded and every byte that was compared is right."""
+        """Whether every run succeeded and every compared byte is right."""
         return all(not s.failures and not s.wrong_bytes for c in self.cases for s in c.series)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain values.
-
-        Returns
-        -------
-        dict
-            Field names and values, and ``ok``.
-        """
+        """Return the fields and ``ok`` as plain values."""
         return {"ok": self.ok, **asdict(self)}
 
 
 def run_bench(options: BenchOptions, on_progress: Callable[[str, int, int], None]) -> BenchReport:
-    """Measure.
+    """Measure; `on_progress` is called with a label, and how much of how much is done.
 
-    Parameters
-    ----------
-    options : BenchOptions
-        What.
-    on_progress : callable
-        Called with what is being measured, and how much of how much is done.
-
-    Returns
-    -------
-    BenchReport
-        Runs that failed and bytes that differ are in it, not an exception.
-
-    Raises
-    ------
-    ConfigError
-        If a transport is unknown or cannot be measured here.
-    RunError
-        If a process ends or the time is up. No process is left behind.
-
-    Notes
-    -----
-    Blocks until the end, for at most ``timeout_s``.
+    Runs that failed and bytes that differ are in the report. `ConfigError` is raised for a
+    transport that cannot be measured here, `RunError` if a process ends or the time is up; no
+    process is left behind.
     """
-    absent = _absent_series(quick=options.quick)
+    absent = _absent_series()
     series = [s for s in Series if s.value not in absent]
     names = options.transports
     if names is None:
@@ -218,76 +130,27 @@ def run_cases(
     on_progress: Callable[[str, int, int], None],
     absent: dict[str, str] | None = None,
 ) -> BenchReport:
-    """Measure some cases; as `run_bench`.
-
-    Parameters
-    ----------
-    cases : sequence of Case
-        Those of one transport next to each other.
-    rounds : int
-        Turns that everything compared gets, at least 2.
-    timeout_s : float
-        Seconds after which everything is given up.
-    on_progress : callable
-        As for `run_bench`.
-    absent : dict of str to str, optional
-        For the report.
-
-    Returns
-    -------
-    BenchReport
-        The results.
-    """
+    """Measure cases, grouped by transport, in at least two rounds; as `run_bench`."""
     before = os.getloadavg()[0]
-    processors = choose_processors()
-    where = dict(zip((_TARGET, _INITIATOR), processors or (), strict=False))
     reports: list[CaseReport] = []
     for transport, group in groupby(cases, key=lambda case: case.transport):
-        names = dict.fromkeys((_target_of(transport), _INITIATOR))
-        specs = [SideSpec(name, transport, timeout_s, where.get(name)) for name in names]
-        with (
-            small_pages(),
-            ProcessGroup(
-                "pynixlkv.cli.bench.side", decode, specs, timeout_s, lambda *_: None
-            ) as sides,
-        ):
+        names = {_target_of(transport), _INITIATOR}
+        environment = TRANSPORTS[transport].environment
+        with ProcessGroup(dict.fromkeys(names, environment), timeout_s) as workers:
+            workers.call("start", names, BenchWorker, keep=True)
             for case in group:
                 on_progress(case.describe(), len(reports), len(cases))
-                reports.append(_Measurement(sides, case, rounds, processors).report())
-            sides.ask("finish", dict.fromkeys(names, Finish()), Done)
-            sides.join()
+                reports.append(_Measurement(workers, case, rounds).report())
+            workers.join()
     on_progress("done", len(cases), len(cases))
     return BenchReport(
         machine=_machine(),
         versions=_versions(),
         load_average=[before, os.getloadavg()[0]],
-        processors=list(processors or ()),
         rounds=rounds,
         absent=absent or {},
         cases=reports,
     )
-
-
-def choose_processors() -> tuple[int, int] | None:
-    """Return a processor each for the target and the initiator, not threads of one core.
-
-    On the same two throughout, what is compared does not depend on who got the better one.
-
-    Returns
-    -------
-    tuple of (int, int) or None
-        Numbers of processors; None if this process may use only one.
-    """
-    first, *others = sorted(os.sched_getaffinity(0))
-    if not others:
-        return None
-    topology = Path(f"/sys/devices/system/cpu/cpu{first}/topology/core_cpus_list")
-    siblings: set[int] = set()
-    if topology.exists():
-        for part in topology.read_text().strip().split(","):
-            begin, _, end = part.partition("-")
-            siblings |= set(range(int(begin), int(end or begin) + 1))
-    return first, next((other for other in others if other not in siblings), others[0])
 
 
 def _target_of(transport: str) -> str:
@@ -296,69 +159,66 @@ def _target_of(transport: str) -> str:
 
 
 class _Measurement:
-    """One case between two sides."""
+    """One case between two workers."""
 
-    def __init__(
-        self, sides: ProcessGroup, case: Case, rounds: int, processors: tuple[int, int] | None
-    ) -> None:
-        self._sides = sides
-        self._processors = processors
+    def __init__(self, workers: ProcessGroup, case: Case, rounds: int) -> None:
+        self._workers = workers
         self._case = case
         self._target = _target_of(case.transport)
         self._perftest = Perftest.find() if Series.perftest in case.series else None
         self._times: dict[Series, list[float | None]] = {s: [] for s in case.series}
         self._wrong = dict.fromkeys(case.series, 0)
         self._errors: dict[Series, list[str]] = {s: [] for s in case.series}
-        offered = sides.ask("offer", {self._target: Offer(case)}, Offered)[self._target]
-        sides.ask("open", {_INITIATOR: Open(case, offered.offers)}, Done)
-        # The first round warms up and is not counted; it and the last one are compared.
+        offers = self._ask(self._target, "offer", case)
+        self._ask(_INITIATOR, "open", case, offers)
+        # The first round warms up and is not counted.
         for number in range(rounds + 1):
-            # Back and forth, so that none always follows the same other.
+            # Alternate the order, so that no series always follows the same other one.
             order = case.series if number % 2 else case.series[::-1]
             for series in order:
                 self._run(series, compare=number in (0, rounds), counts=number > 0)
-        sides.ask("close", {_INITIATOR: Close()}, Done)
-        sides.ask("close", {self._target: Close()}, Done)
+        self._ask(_INITIATOR, "close")
+        self._ask(self._target, "close")
+
+    def _ask(self, worker: str, method: str, *args: object, **kwargs: bool) -> Any:  # noqa: ANN401
+        return self._workers.call(method, [worker], method, *args, **kwargs)[worker]
 
     def _run(self, series: Series, *, compare: bool, counts: bool) -> None:
         if series is Series.perftest:
             if counts:
                 self._times[series].append(self._run_perftest())
             return
-        is_put = self._case.operation == "put" and has_target(series)
+        arrives_at_target = self._case.direction == "put" and has_target(series)
         if has_target(series):
-            command = Serve(series.value, clear=compare and is_put)
-            self._sides.ask("serve", {self._target: command}, Done)
-        run = Run(series.value, compare=compare and not is_put)
-        ran = self._sides.ask("run", {_INITIATOR: run}, Ran)[_INITIATOR]
-        wrong_bytes = ran.wrong_bytes
+            self._ask(self._target, "serve", series, clear=compare and arrives_at_target)
+        seconds, wrong_bytes, error = self._ask(
+            _INITIATOR, "run", series, compare=compare and not arrives_at_target
+        )
         if has_target(series):
-            rest = Rest(compare=compare and is_put)
-            rested = self._sides.ask("rest", {self._target: rest}, Rested)[self._target]
-            wrong_bytes += rested.wrong_bytes
-        if ran.error:
-            self._errors[series].append(ran.error)
+            wrong_bytes += self._ask(self._target, "rest", compare=compare and arrives_at_target)
+        if error:
+            self._errors[series].append(error)
         else:
             self._wrong[series] += wrong_bytes
         if counts:
-            self._times[series].append(None if ran.error else ran.seconds)
+            self._times[series].append(None if error else seconds)
 
     def _run_perftest(self) -> float | None:
         assert self._perftest is not None
         try:
-            return self._perftest.run(self._case, self._processors)
+            return self._perftest.run(self._case)
         except RunError as error:
             self._errors[Series.perftest].append(str(error))
             return None
 
     def report(self) -> CaseReport:
-        """Return what was found."""
+        """Return the results."""
         case = self._case
         limit = case.series[0]
         return CaseReport(
             name=case.describe(),
             transport=case.transport,
-            operation=case.operation,
+            operation=case.direction,
             pattern=case.pattern,
             piece_bytes=case.piece_bytes,
             count=case.count,
@@ -375,12 +235,10 @@ class _Measurement:
         ratios = [best / own for best, own in rounds if best is not None and own is not None]
         errors = self._errors[series]
         middle = median(times) if times else 0.0
-        quarters = quantiles(times, n=4, method="inclusive") if len(times) > 1 else [0.0, 0.0, 0.0]
         return SeriesReport(
             series=series.value,
             seconds=times,
             median_s=middle,
-            iqr_s=quarters[2] - quarters[0],
             gb_per_s=self._case.num_bytes / middle / 1e9 if middle else 0.0,
             us_per_piece=middle / self._case.count * 1e6,
             ratio=median(ratios) if ratios and series is not limit else None,
@@ -390,7 +248,7 @@ class _Measurement:
         )
 
 
-def _absent_series(*, quick: bool) -> dict[str, str]:
+def _absent_series() -> dict[str, str]:
     """Return the series that cannot take part, and why."""
     absent = {}
     if Perftest.find() is None:
@@ -398,15 +256,11 @@ def _absent_series(*, quick: bool) -> dict[str, str]:
     try:
         _loader.find_ucx()
     except LibraryNotFoundError as error:
-        absent |= {s.value: str(error) for s in Series if s.value.startswith(_ON_UCX)}
+        absent |= {series.value: str(error) for series in _ON_UCX}
     try:
         _loader.find_nixl()
     except LibraryNotFoundError as error:
         absent[Series.nixl.value] = str(error)
-    if quick:
-        absent[Series.nixl_python.value] = "not with --quick: importing torch takes too long"
-    elif find_nixl_python() is None:
-        absent[Series.nixl_python.value] = "needs the Python package of NIXL, and torch"
     return absent
 
 

@@ -13,6 +13,6 @@ OURS = Connector("PyNixlKVConnector")
 
 STAGED = OURS.with_(extra={"host_buffer_blocks": 16})
 PUSH = OURS.with_(extra={"transfer_mode": "push"})
-UCX = OURS.with_(extra={"engine": "ucx"})
+UCX = OURS.with_(extra={"transfer_backend": "ucx"})
 UCX_PUSH = UCX.with_(extra={"transfer_mode": "push"})
 LAYERWISE = PUSH.with_(extra={"layerwise": True})

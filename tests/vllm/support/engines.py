@@ -18,6 +18,8 @@ from pathlib import Path
 from peers import Peer
 from ports import free_port
 
+from pynixlkv.testing.process import RunError
+
 VOCABULARY = 1024
 LENGTHS = (5, 40, 300)
 MAX_TOKENS = 16
@@ -243,7 +245,6 @@ class Engine:
                 deadline_s=3600.0,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a group of its own, which can be stopped and killed
             )
 
     @property
@@ -345,7 +346,7 @@ class Engine:
 
     def close(self):
         """Let it end by itself, and kill it if it does not."""
-        with contextlib.suppress(OSError, EOFError, TimeoutError, AssertionError):
+        with contextlib.suppress(OSError, RunError, AssertionError):
             self._peer.send(None)
             self._peer.finish(30.0)
         self.kill()
@@ -358,7 +359,7 @@ class Engine:
     def _receive(self, timeout):
         try:
             return self._peer.receive(timeout)
-        except (EOFError, TimeoutError, AssertionError) as error:
+        except RunError as error:
             lines = self.log.read_text(errors="replace").splitlines()[-40:]
             raise AssertionError(
                 f"engine {self.name}: {type(error).__name__} {error}\n" + "\n".join(lines)

@@ -1,0 +1,187 @@
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "base/error.hpp"
+#include "bindings/bind.hpp"
+#include "kv/expansion.hpp"
+
+namespace py = pybind11;
+
+namespace pynixlkv::bindings {
+
+namespace {
+
+using kv::BlockTables;
+using kv::Expansion;
+using kv::Geometry;
+using kv::Plan;
+
+using IdArray = py::array_t<std::int64_t, py::array::c_style>;
+using RowArray = py::array_t<std::uint64_t, py::array::c_style>;
+using Bounds = std::pair<std::uint64_t, std::uint64_t>;
+/// Local and remote block ids, num_tokens or -1, local_start, remote_start.
+using GroupTables = std::tuple<IdArray, IdArray, std::int64_t, std::int64_t, std::int64_t>;
+
+std::uint64_t number(const py::handle& object) {
+    try {
+        return object.cast<std::uint64_t>();
+    } catch (const py::cast_error&) {
+        throw Error("LayoutError", "a number of the geometry is negative or above 2**64 - 1");
+    }
+}
+
+kv::Region region_of(const py::handle& source) {
+    kv::Region region{number(source.attr("span")), number(source.attr("address")), {}};
+    for (std::size_t i = 0; i < kv::kNumAxes; ++i) {
+        const py::object axis = source.attr(kv::kAxisNames[i]);
+        region.axes[i] = {number(axis.attr("start")), number(axis.attr("count")),
+                          number(axis.attr("stride"))};
+    }
+    return region;
+}
+
+kv::Group group_of(const py::handle& source) {
+    const py::sequence dcp = source.attr("dcp");
+    const std::uint64_t block_size = number(source.attr("block_size"));
+    kv::Group group{number(source.attr("element_bytes")),
+                    {number(source.attr("num_blocks")), block_size == 0 ? 1 : block_size,
+                     number(dcp[0]), number(dcp[1]), number(source.attr("interleave"))},
+                    !source.attr("kv_heads").is_none()};
+    const auto opaque_axes = source.attr("opaque_axes").cast<std::string>();
+    for (std::size_t i = 0; i < kv::kNumAxes; ++i) {
+        if (opaque_axes.find(kv::kAxisLetters[i]) != std::string::npos) {
+            group.opaque_axes |= std::uint64_t{1} << i;
+        }
+    }
+    for (const py::handle& region : source.attr("regions")) {
+        group.regions.push_back(region_of(region));
+    }
+    return group;
+}
+
+/// @param source a pynixlkv.geometry.Geometry
+Geometry geometry_of(const py::object& source) {
+    Geometry geometry;
+    for (const py::handle& span : source.attr("spans")) {
+        geometry.spans.push_back({number(span.attr("address")), number(span.attr("nbytes")),
+                                  number(span.attr("device"))});
+    }
+    for (const py::handle& group : source.attr("groups")) {
+        geometry.groups.push_back(group_of(group));
+    }
+    const py::gil_scoped_release release;
+    return checked(std::move(geometry));
+}
+
+std::vector<kv::Interval> intervals(const std::vector<Bounds>& bounds) {
+    std::vector<kv::Interval> result;
+    for (const auto& [start, stop] : bounds) {
+        result.push_back({start, stop});
+    }
+    return result;
+}
+
+std::shared_ptr<Plan> make_plan(const Geometry& local, const Geometry& remote,
+                                const std::vector<std::size_t>& local_groups,
+                                const std::vector<std::size_t>& remote_groups,
+                                std::optional<std::uint64_t> max_bytes,
+                                const std::optional<std::vector<Bounds>>& heads,
+                                const std::optional<std::vector<Bounds>>& layers) {
+    const py::gil_scoped_release release;
+    kv::Selection selection;
+    selection.max_bytes = std::min(max_bytes.value_or(kv::kMaxNumber), kv::kMaxNumber);
+    if (heads) {
+        selection.heads = intervals(*heads);
+    }
+    if (layers) {
+        selection.layers = intervals(*layers);
+    }
+    return std::make_shared<Plan>(select(local, local_groups), select(remote, remote_groups),
+                                  selection);
+}
+
+kv::Table table_of(const GroupTables& group) {
+    const auto& [local, remote, num_tokens, local_start, remote_start] = group;
+    return {{local.data(), static_cast<std::size_t>(local.size())},
+            {remote.data(), static_cast<std::size_t>(remote.size())},
+            num_tokens,
+            local_start,
+            remote_start};
+}
+
+std::shared_ptr<BlockTables> make_tables(const std::shared_ptr<Plan>& plan,
+                                         const std::vector<GroupTables>& groups) {
+    std::vector<kv::Table> tables;
+    for (const GroupTables& group : groups) {
+        tables.push_back(table_of(group));
+    }
+    const py::gil_scoped_release release;
+    return std::make_shared<BlockTables>(plan, tables);
+}
+
+Expansion expand(const BlockTables& tables) {
+    const py::gil_scoped_release release;
+    return Expansion(tables);
+}
+
+std::pair<RowArray, RowArray> descriptors(const BlockTables& tables) {
+    const Expansion expansion = expand(tables);
+    const std::array<std::size_t, 2> shape{expansion.bound(), 3};
+    RowArray local(shape);
+    RowArray remote(shape);
+    auto* const local_rows = reinterpret_cast<Row*>(local.mutable_data());
+    auto* const remote_rows = reinterpret_cast<Row*>(remote.mutable_data());
+    std::size_t count = 0;
+    {
+        const py::gil_scoped_release release;
+        count = expansion.emit(local_rows, remote_rows);
+    }
+    // Returns the memory that merging has saved; nothing else refers to the arrays yet.
+    local.resize({count, std::size_t{3}}, false);
+    remote.resize({count, std::size_t{3}}, false);
+    return {local, remote};
+}
+
+}  // namespace
+
+void bind_kv(py::module_ m) {
+    py::classh<Geometry>(m, "Geometry").def(py::init(&geometry_of), py::arg("geometry"));
+
+    py::classh<BlockTables>(m, "BlockTables")
+        .def(
+            "check_written_once",
+            [](const BlockTables& tables, bool remote) {
+                tables.check_written_once(remote ? kv::Side::kRemote : kv::Side::kLocal);
+            },
+            py::arg("remote"), py::call_guard<py::gil_scoped_release>())
+        .def("descriptors", &descriptors)
+        .def("totals", [](const BlockTables& tables) {
+            const Expansion expansion = expand(tables);
+            return std::tuple(expansion.bytes(), expansion.num_runs());
+        });
+
+    py::classh<Plan>(m, "Plan")
+        .def(py::init(&make_plan), py::arg("local"), py::arg("remote"), py::arg("local_groups"),
+             py::arg("remote_groups"), py::arg("max_bytes"), py::arg("heads"), py::arg("layers"))
+        .def("tables", &make_tables, py::arg("groups"))
+        .def(
+            "overlap",
+            [](const Plan& plan, std::size_t group, const GroupTables& tables) {
+                const kv::Overlap o = plan.overlap(group, table_of(tables));
+                return std::tuple(Bounds(o.begin, o.end), Bounds(o.first[0], o.last[0]),
+                                  Bounds(o.first[1], o.last[1]));
+            },
+            py::arg("group"), py::arg("tables"))
+        .def("block_runs", &Plan::block_runs, py::arg("group"));
+}
+
+}  // namespace pynixlkv::bindings

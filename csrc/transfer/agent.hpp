@@ -1,0 +1,106 @@
+/// @file
+/// The agent: a thread with a native library's object, and what libraries leave out: deadlines,
+/// sticky end states, quarantine of buffers until quiet, generations of peers.
+///
+/// All functions may be called from any thread; only the agent's own thread touches the driver.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <future>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "base/live_count.hpp"
+#include "transfer/options.hpp"
+#include "transfer/peer.hpp"
+#include "transfer/registrations.hpp"
+#include "transfer/submission.hpp"
+#include "transfer/transfer.hpp"
+#include "transfer/types.hpp"
+
+namespace pynixlkv::transfer {
+
+class Loop;
+struct Shared;
+
+class Agent : LiveCounted<Agent> {
+  public:
+    static constexpr const char* kLiveName = "transfer.Agent";
+
+    /// Start the thread and make the driver on it; an exception of the factory comes out here.
+    Agent(std::string name, const DriverFactory& factory, const AgentOptions& options);
+    Agent(const Agent&) = delete;
+    Agent& operator=(const Agent&) = delete;
+    /// Never blocks: what is running is cancelled, and the thread lives on until all is quiet.
+    ~Agent();
+
+    [[nodiscard]] std::shared_ptr<Registration> register_memory(std::vector<Span> spans);
+    /// @throws Error("RegistrationInUseError") while transfers that are not quiet touch it,
+    ///         Error("ClosedError") when done before
+    void deregister(const std::shared_ptr<Registration>& registration);
+    /// @throws Error("NotRegisteredError") unless every row lies in registered memory
+    void check_registered(const std::vector<Row>& rows) const;
+    [[nodiscard]] std::string metadata();
+
+    /// Connect to a peer, or to its next generation after it was lost or disconnected.
+    /// @throws Error("DuplicatePeerError") when another incarnation is connected and alive
+    [[nodiscard]] std::shared_ptr<Peer> connect(const std::string& name,
+                                                const std::string& incarnation,
+                                                const std::string& metadata,
+                                                const std::vector<Span>& spans);
+    [[nodiscard]] bool is_alive(const std::shared_ptr<Peer>& peer);
+    /// Cancel the peer's transfers; the native connection goes when they are quiet.
+    void disconnect(const std::shared_ptr<Peer>& peer);
+
+    /// Hand over a transfer and return at once; later failures are end states of the transfer.
+    [[nodiscard]] std::shared_ptr<Transfer> submit(Submission submission);
+    /// End a transfer as cancelled if it has not ended; it becomes quiet later.
+    void cancel(const std::shared_ptr<Transfer>& transfer);
+    /// Ask for the id of the transfer in take_completed() once it has an end state.
+    void watch(const std::shared_ptr<Transfer>& transfer);
+    /// Ids of watched transfers that ended since the last call.
+    [[nodiscard]] std::vector<std::uint64_t> take_completed();
+    /// A descriptor that is readable when take_completed() has something; owned by the agent.
+    [[nodiscard]] int completion_fd() const noexcept;
+
+    void notify(const std::shared_ptr<Peer>& peer, std::string message);
+    /// Everything that arrived since the last call; waits for something until the given time.
+    [[nodiscard]] std::vector<Notification> take_notifications(TimePoint until);
+
+    /// Wait until something has happened since the count that was seen last: a notification came,
+    /// a transfer ended or became quiet, or wake_waiters() was called.
+    /// @return the count now; the same as `seen` if the time ran out
+    [[nodiscard]] std::uint64_t wait_activity(std::uint64_t seen, TimePoint until) const;
+    void wake_waiters() const;
+
+    /// Transfers that have ended but may still move bytes.
+    [[nodiscard]] std::size_t quarantined() const noexcept;
+    [[nodiscard]] std::size_t running() const noexcept;
+    [[nodiscard]] const std::string& name() const noexcept;
+
+    /// Refuse new work, cancel what runs, wait until all is quiet, give everything back.
+    /// @return false if the time ran out first: the thread then finishes the job by itself, and
+    ///         the buffers of the quarantined transfers must stay as they are until is_closed()
+    bool close(TimePoint until);
+    [[nodiscard]] bool is_closed() const noexcept;
+    /// Stop the thread for good, without giving back what is not quiet. For process exit only.
+    void stop(TimePoint until);
+
+  private:
+    void check_usable() const;
+    /// Run a function of the loop on the agent's thread and return its result.
+    template <class F>
+    auto call(F function) -> std::invoke_result_t<F&, Loop&>;
+
+    std::shared_ptr<Shared> shared_;
+    /// Ready when the thread has released everything: whether it gave everything back.
+    std::shared_future<bool> exited_;
+    pid_t pid_;
+};
+
+}  // namespace pynixlkv::transfer

@@ -1,0 +1,46 @@
+"""Time as far as this process was there to observe it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["ObservedClock"]
+
+
+class ObservedClock:
+    """Seconds for deadlines of what others do; a pause of this process does not count.
+
+    A reader looks at the clock often. Readings further apart than `longest_gap` show that
+    the process was stopped, or starved by a busy host. What others sent meanwhile is still to be
+    received, so the gap is left out: nothing expires before the reader has had a chance to look.
+
+    Parameters
+    ----------
+    clock : callable
+        Seconds that only grow.
+    longest_gap : float
+        Above the reader's longest planned pause.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, longest_gap: float = 2.0
+    ) -> None:
+        self._clock = clock
+        self._longest_gap = longest_gap
+        self._last = clock()
+        self._left_out = 0.0
+        self.was_paused = False
+        """Whether the last reading came after a pause."""
+
+    def __call__(self) -> float:
+        """Return the observed time."""
+        now = self._clock()
+        gap, self._last = now - self._last, now
+        self.was_paused = gap > self._longest_gap
+        if self.was_paused:
+            self._left_out += gap
+        return now - self._left_out

@@ -1,0 +1,280 @@
+"""A consumer's connections to the ranks of producer engines.
+
+A `RemoteEngine` is created on first use and connects in the background; any number of requests can
+wait for it. Its states are CONNECTING, READY and DEAD, in this order. It is forgotten once it is
+dead or idle.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from pynixlkv.connector import tp_mapping
+from pynixlkv.connector.leases import LEASE_GROUP
+from pynixlkv.errors import (
+    HandshakeError,
+    PeerLostError,
+    PynixlkvError,
+    RankNotFound,
+    StateError,
+)
+from pynixlkv.plan import TransferPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from concurrent.futures import Future
+
+    from pynixlkv.agent import Peer
+    from pynixlkv.connector.config import ConnectorConfig
+    from pynixlkv.connector.context import Peers, WorkerContext
+    from pynixlkv.connector.metadata import KVTransferParams, ParallelSizes, Rank
+    from pynixlkv.geometry import Geometry
+
+__all__ = ["Fetch", "RemoteEngine", "RemoteEngineState", "RemoteEngines", "RemoteRank", "split"]
+
+
+class Fetch(Protocol):
+    """Gets the hello bytes of an engine's ranks from its side channel; may block."""
+
+    def __call__(
+        self,
+        address: tuple[str, int],
+        *,
+        engine_id: str,
+        ranks: list[Rank],
+        timeout: float,
+    ) -> Mapping[Rank, bytes]:
+        """Return the hello of each requested rank, or raise."""
+        ...
+
+
+class RemoteEngineState(enum.Enum):
+    """State of a connection."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    DEAD = "dead"
+
+
+@dataclass(eq=False)
+class RemoteRank:
+    """A rank of a producer that this worker reads from, or only releases."""
+
+    rank: Rank
+    peer: Peer
+    plans: tuple[TransferPlan, ...]
+    """What to read from it; empty if nothing."""
+    words: TransferPlan
+    """From its lease table to this worker's lease buffer."""
+    geometry: Geometry
+    unanswered: int = 0
+    """Heartbeats since its last answer."""
+    has_answered: bool = False
+    """It has this worker's `ConsumerHello`, so it can report the end of a push."""
+
+
+@dataclass(eq=False)
+class RemoteEngine:
+    """The connection to one producer."""
+
+    engine_id: str
+    address: tuple[str, int]
+    connecting: Future[list[RemoteRank]]
+    state: RemoteEngineState = RemoteEngineState.CONNECTING
+    ranks: list[RemoteRank] = field(default_factory=list)
+    error: PynixlkvError | None = None
+    requests: set[str] = field(default_factory=set)
+    """Local ids of queued and running requests. While there are any, their leases are kept alive
+    and, after the engine's death, its peers stay connected."""
+    num_checks: int = 0
+    """Reads of lease words that are not quiet; they need the peers as well."""
+    heartbeat_period: float = 0.0
+    next_heartbeat: float = 0.0
+    last_used: float = 0.0
+
+    @property
+    def sources(self) -> list[RemoteRank]:
+        """The ranks that bytes are read from."""
+        return [rank for rank in self.ranks if rank.plans]
+
+    def of_agent(self, name: str) -> RemoteRank | None:
+        """Return the rank with an agent's name."""
+        return next((rank for rank in self.ranks if rank.peer.name == name), None)
+
+
+class RemoteEngines:
+    """A worker's producers, by engine id. Not thread-safe; only handshakes run on other threads."""
+
+    def __init__(
+        self,
+        ctx: WorkerContext,
+        fetch: Fetch,
+        submit: Callable[[Callable[[], list[RemoteRank]]], Future[list[RemoteRank]]],
+        peers: Peers,
+        config: ConnectorConfig,
+    ) -> None:
+        self._ctx = ctx
+        self._fetch = fetch
+        self._submit = submit
+        self._peers = peers
+        self._config = config
+        self._engines: dict[str, RemoteEngine] = {}
+        self._by_agent: dict[str, RemoteRank] = {}
+        self._dropped: list[RemoteEngine] = []  # for `settle` to report
+        self._dead: list[RemoteEngine] = []  # still connecting, or with peers in use
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def all(self) -> list[RemoteEngine]:
+        """Return all engines that are not dead."""
+        return list(self._engines.values())
+
+    def rank_of(self, agent: str) -> RemoteRank | None:
+        """Return the rank with an agent's name, of any engine that is ready."""
+        return self._by_agent.get(agent)
+
+    def get(self, params: KVTransferParams, heartbeat_period: float, now: float) -> RemoteEngine:
+        """Return a request's producer; begin to connect if it is new."""
+        engine_id = str(params.remote_engine_id)
+        address = str(params.remote_host), int(params.remote_port or 0)
+        engine = self._engines.get(engine_id)
+        if engine is None or engine.address != address:
+            for old in self.all():
+                if old.address == address or old.engine_id == engine_id:
+                    # The address has a new tenant, or the engine has moved.
+                    self.drop(old, StateError(f"engine {engine_id!r} is at {address} now"))
+            parallel = params.parallel
+            future = self._submit(lambda: self._connect(engine_id, address, parallel))
+            engine = self._engines[engine_id] = RemoteEngine(engine_id, address, future)
+        engine.heartbeat_period = heartbeat_period
+        engine.last_used = now
+        return engine
+
+    def _connect(
+        self, engine_id: str, address: tuple[str, int], parallel: ParallelSizes
+    ) -> list[RemoteRank]:
+        """Connect to all ranks that matter; blocks, on another thread."""
+        ctx, me = self._ctx, self._ctx.identity
+        ranks = tp_mapping.ranks_to_tell(ctx.cache.groups, me.rank, me.parallel, parallel)
+        hellos = self._fetch(
+            address, engine_id=engine_id, ranks=ranks, timeout=self._config.handshake_timeout
+        )
+        missing = [rank for rank in ranks if rank not in hellos]
+        if missing:
+            raise RankNotFound(
+                f"engine {engine_id!r} has no rank {missing[0]}; it has {sorted(hellos)}",
+                missing=missing,
+                available=sorted(hellos),
+                peer=engine_id,
+            )
+        peers: list[Peer] = []
+        try:
+            for rank in ranks:
+                peer = self._peers.connect(hellos[rank])
+                peers.append(peer)
+            connected = [
+                self._plan(rank, peer, parallel) for rank, peer in zip(ranks, peers, strict=True)
+            ]
+            tp_mapping.check_complete(
+                ctx.cache, [each.geometry for each in connected if each.plans]
+            )
+            for peer in peers:
+                ctx.introduce(peer)
+        except BaseException:
+            for peer in peers:
+                self._peers.release(peer)
+            raise
+        return connected
+
+    def _plan(self, rank: Rank, peer: Peer, parallel: ParallelSizes) -> RemoteRank:
+        ctx, me = self._ctx, self._ctx.identity
+        cache, lease_table = split(peer)
+        plans = tuple(
+            TransferPlan(
+                ctx.cache,
+                cache,
+                groups=each.groups,
+                heads=each.heads,
+                layers=each.layers,
+                max_bytes=ctx.max_bytes,
+            )
+            for each in tp_mapping.transfer_slices(
+                ctx.cache, me.rank, me.parallel, cache, rank, parallel
+            )
+        )
+        words = TransferPlan(ctx.lease_buffer.geometry, lease_table)
+        return RemoteRank(rank, peer, plans, words, cache)
+
+    def settle(self, now: float) -> list[RemoteEngine]:
+        """Finish handshakes and forget idle engines; return those that have just died."""
+        for engine in self.all():
+            if engine.state is RemoteEngineState.CONNECTING and engine.connecting.done():
+                error = engine.connecting.exception()
+                if error is None:
+                    engine.state = RemoteEngineState.READY
+                    engine.ranks = engine.connecting.result()
+                    engine.next_heartbeat = now
+                    self._by_agent.update((rank.peer.name, rank) for rank in engine.ranks)
+                else:
+                    self.drop(engine, _reason(engine, error))
+            elif engine.requests:
+                engine.last_used = now
+            elif now - engine.last_used > self._config.peer_ttl:
+                self.drop(engine, StateError(f"engine {engine.engine_id!r} was not used for long"))
+        dropped, self._dropped = self._dropped, []
+        self._dead = [engine for engine in self._dead if not self._bury(engine)]
+        return dropped
+
+    @property
+    def have_news(self) -> bool:
+        """Whether engines have died that `settle` has not returned."""
+        return bool(self._dropped)
+
+    def drop(self, engine: RemoteEngine, error: PynixlkvError) -> None:
+        """Declare an engine dead, so that the next request connects anew."""
+        if engine.state is RemoteEngineState.DEAD:
+            return
+        engine.state = RemoteEngineState.DEAD
+        engine.error = error
+        if self._engines.get(engine.engine_id) is engine:
+            del self._engines[engine.engine_id]
+        for rank in engine.ranks:
+            if self._by_agent.get(rank.peer.name) is rank:
+                del self._by_agent[rank.peer.name]
+        self._dropped.append(engine)
+        self._dead.append(engine)
+
+    def _bury(self, engine: RemoteEngine) -> bool:
+        """Release a dead engine's peers once nothing uses them; return whether it is done."""
+        if engine.requests or engine.num_checks or not engine.connecting.done():
+            return False
+        if not engine.connecting.cancelled() and engine.connecting.exception() is None:
+            for rank in engine.connecting.result():
+                self._peers.release(rank.peer)
+        return True
+
+
+def split(peer: Peer) -> tuple[Geometry, Geometry]:
+    """Return the geometries in a connector's hello: the cache, and the lease table."""
+    if len(peer.geometries) != 2 or [g.name for g in peer.geometries[1].groups] != [LEASE_GROUP]:
+        raise HandshakeError(
+            f"the hello of {peer.name!r} describes {len(peer.geometries)} caches; expected a KV "
+            "cache and a lease table, as a ConnectorWorker's hello has them",
+            peer=peer.name,
+        )
+    return peer.geometries[0], peer.geometries[1]
+
+
+def _reason(engine: RemoteEngine, error: BaseException) -> PynixlkvError:
+    if isinstance(error, (HandshakeError, PeerLostError)):
+        return error
+    host, port = engine.address
+    made = HandshakeError(
+        f"connecting to engine {engine.engine_id!r} at {host}:{port} failed: {error}",
+        peer=engine.engine_id,
+    )
+    made.__cause__ = error
+    return made

@@ -1,0 +1,934 @@
+"""Faults of request life cycles that others have met: leases, aborts, completion, failure."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import msgspec
+import numpy as np
+import pytest
+from toy_engine import Model, ToyRequest
+from toy_world import DEADLINE_S, FakeEvent, World
+
+from pynixlkv.connector import messages
+from pynixlkv.connector.config import ConnectorConfig
+from pynixlkv.connector.messages import ConsumerRank
+from pynixlkv.connector.metadata import (
+    EndState,
+    KVTransferParams,
+    Lease,
+    ParallelSizes,
+    RequestInfo,
+)
+from pynixlkv.connector.scheduler import ConnectorScheduler, GroupSpec
+from pynixlkv.errors import (
+    ConfigError,
+    HandshakeError,
+    LeaseExpired,
+    PeerLostError,
+    RankNotFound,
+    TransferTimeout,
+)
+from pynixlkv.testing import FakeAgent
+
+MLA = Model(kv_heads=None)
+BLOCKS_OF_16 = {"block_size": 16}
+BEATS_10 = {"lease_duration": 30, "heartbeat_interval": 10}
+BEATS_5 = {"lease_duration": 30, "heartbeat_interval": 5}
+
+
+@contextlib.contextmanager
+def pair(mode="pull", *, model=None, producer=None, consumer=None, **config):
+    """A world with a producer P and a consumer D."""
+    with World(mode, **config) as world:
+        prefill = world.engine("P", model, **(producer or {}))
+        yield world, prefill, world.engine("D", model, **(consumer or {}))
+
+
+def connect(world, prefill, decode):
+    """Let one short request, d0, connect the engines."""
+    start(world, decode, prefill.prefill("p0", 7, 4), request_id="d0", num_tokens=4)
+    world.until(received(world, "d0"))
+
+
+def start(world, decode, params, *, request_id="d1", prompt=7, num_tokens=13, num_computed=0):
+    decode.arrive(request_id, prompt, num_tokens, params)
+    return decode.schedule(request_id, num_computed)
+
+
+def received(world, request_id="d1", engine_id="D"):
+    return lambda: request_id in world.outcomes[engine_id].received
+
+
+def failed(world, request_id="d1", engine_id="D"):
+    return lambda: request_id in world.outcomes[engine_id].failed
+
+
+def sent(world, request_id="p1", engine_id="P"):
+    return lambda: request_id in world.outcomes[engine_id].sent
+
+
+def errors(world, request_id="d1", engine_id="D"):
+    return [end.error for end in world.outcomes[engine_id].failed[request_id]]
+
+
+def test_a_full_prefix_hit_releases_the_producer_once():
+    with pair() as (world, prefill, decode):
+        inbox = world.listen("P")
+        params = prefill.prefill("p1", 7, 12)
+        assert start(world, decode, params, num_tokens=12, num_computed=12) == 0
+        world.until(sent(world))
+        world.quiet()
+        assert inbox.releases() == [(0, "p1")]
+        assert decode.stats.transfers == 0
+        assert decode.scheduler.num_receiving == 0
+
+
+def test_a_prompt_shorter_than_a_block_is_not_handed_over():
+    with pair(partial_blocks=False, producer=BLOCKS_OF_16, consumer=BLOCKS_OF_16) as (
+        world,
+        prefill,
+        decode,
+    ):
+        free = list(prefill.free)
+        inbox = world.listen("P")
+        assert prefill.prefill("p1", 7, 5) is None
+        assert sorted(prefill.free) == free
+        world.quiet()
+        assert not inbox.messages
+        assert world.num_fetches == 0
+        # The other way round: the producer has a block, the consumer's prompt has none.
+        info = RequestInfo("d1", 5, KVTransferParams.from_dict(prefill.prefill("p2", 7, 16)))
+        assert decode.scheduler.get_num_new_matched_tokens(info, 0) == (0, False)
+
+
+def test_only_whole_blocks_of_all_groups_are_handed_over():
+    config = ConnectorConfig(partial_blocks=False)
+    scheduler = ConnectorScheduler(
+        "P", [GroupSpec(16), GroupSpec(24), GroupSpec(0)], address=("h", 1), config=config
+    )
+    info = RequestInfo("p1", 100, KVTransferParams(do_remote_decode=True))
+    _, params = scheduler.request_finished(info, (tuple(range(7)), tuple(range(5)), (3,)), 100)
+    assert params["remote_num_tokens"] == 96
+    assert [len(table) for table in params["remote_block_ids"]] == [6, 4, 1]
+
+
+def test_notices_carry_the_producers_request_id():
+    producer, consumer = {"tp": 2, "axes": "BND"}, {"axes": "BND"}
+    with pair(model=MLA, producer=producer, consumer=consumer) as (world, prefill, decode):
+        inbox = world.listen("P")
+        start(world, decode, prefill.prefill("r-aaaa", 7, 13), request_id="r-bbbb")
+        world.until(received(world, "r-bbbb"))
+        assert decode.holds("r-bbbb")
+        world.until(sent(world, "r-aaaa"))
+        assert sorted(inbox.releases()) == [(0, "r-aaaa"), (1, "r-aaaa")]
+
+
+def test_siblings_are_released_together():
+    with pair() as (world, prefill, decode):
+        params = prefill.prefill("0_p", 7, 13, sibling_group="g")
+        prefill.prefill("1_p", 7, 13, sibling_group="g")
+        prefill.prefill("2_p", 8, 13)
+        start(world, decode, params)
+        world.until(lambda: world.outcomes["P"].sent >= {"0_p", "1_p"})
+        world.quiet()
+        assert world.outcomes["P"].sent == {"0_p", "1_p"}
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_reader_that_comes_after_expiry_finds_out(mode):
+    with pair(mode, lease_duration=0.2) as (world, prefill, decode):
+        params = prefill.prefill("p1", 7, 13)
+        blocks = list(prefill.requests["p1"].blocks)
+        world.round()
+        world.clock.now += 0.4
+        world.until(sent(world))
+        for rank in prefill.ranks:
+            rank.write(99, blocks, range(13))
+        start(world, decode, params)
+        world.until(failed(world))
+        assert world.end_of("D", "d1") == [EndState.EXPIRED]
+        assert isinstance(errors(world)[0], LeaseExpired)
+        (end,) = world.outcomes["D"].failed["d1"]
+        assert end.blocks == (tuple(decode.requests["d1"].blocks),)
+        assert "d1" not in world.outcomes["D"].received
+
+
+def test_blocks_that_are_reused_while_they_are_read_are_found_out():
+    config = {"lease_duration": 0.2, "heartbeat_interval": 0.1, "missed_heartbeats": 100}
+    with pair(**config) as (world, prefill, decode):
+        params = prefill.prefill("p1", 7, 13)
+        blocks = list(prefill.requests["p1"].blocks)
+        world.round()
+        # Half of the bytes move all the same.
+        reads = world.before_reads("D", world.network.pause)
+        world.network.drop_notifications("P.0.0", 100)
+        start(world, decode, params)
+        world.until(lambda: reads)
+        world.clock.now += 0.4
+        prefill.step()  # the word moves on
+        for rank in prefill.ranks:
+            rank.write(99, blocks, range(13))
+        world.network.resume("P.0.0")
+        world.until(failed(world))
+        assert world.end_of("D", "d1") == [EndState.EXPIRED]
+
+
+def test_an_invented_lease_is_never_a_success():
+    with pair(transfer_timeout=30) as (world, prefill, decode):
+        params = prefill.prefill("p1", 7, 13)
+        world.round()
+        slot, token = params["lease"].split("-")
+        forged = {"d1": f"{slot}-{int(token, 16) - 2:x}", "d2": f"{slot}-{int(token, 16) + 2:x}"}
+        forged["d3"] = f"99999999-{token}"
+        for request_id, lease in forged.items():
+            decode.arrive(request_id, 7, 4, {**params, "lease": lease})
+            decode.schedule(request_id)
+        start(world, decode, params, request_id="d4", num_tokens=4)
+        world.until(received(world, "d4"))
+        world.until(failed(world, "d3"))
+        assert "99999999" in str(errors(world, "d3")[0])
+        world.pass_time(31)
+        assert world.end_of("D", "d1") == [EndState.EXPIRED]
+        assert world.end_of("D", "d2") == [EndState.FAILED]  # nobody has granted it
+
+
+def test_log_records_name_the_request_and_the_peer(caplog):
+    with pair(lease_duration=0.2) as (world, prefill, decode):
+        params = prefill.prefill("p1", 7, 13)
+        world.round()
+        world.clock.now += 0.4
+        world.until(sent(world))
+        start(world, decode, params)
+        world.until(failed(world))
+    named = {(r.request, r.peer) for r in caplog.records if hasattr(r, "request")}
+    assert named == {("p1", ""), ("d1", "P")}
+
+
+def test_nothing_is_read_before_the_lease_is_granted():
+    with pair() as (world, prefill, decode):
+        params = prefill.prefill("p1", 7, 13)
+        blocks = prefill.requests["p1"].blocks
+        prefill.ranks[0].poison(blocks)  # the device has not computed it yet
+        prefill.event = FakeEvent()
+        start(world, decode, params)
+        world.until(lambda: decode.stats.peers)
+        world.quiet()
+        assert not world.outcomes["D"].received
+        prefill.ranks[0].write(7, blocks, range(13))
+        prefill.event.is_done = True
+        world.pass_time(0.1)
+        world.until(received(world))
+        assert decode.holds("d1")
+        assert decode.stats.transfers == 1
+
+
+def test_heartbeats_extend_a_lease_and_silence_ends_it():
+    with pair(**BEATS_10, transfer_timeout=1000) as (world, prefill, decode):
+        params = prefill.prefill("p1", 7, 13)
+        begin = world.clock.now
+        decode.arrive("d1", 7, 13, params)  # queued, not scheduled
+        world.until(lambda: decode.stats.peers)
+        world.quiet()
+        for _ in range(10):
+            world.pass_time(10)
+        assert world.clock.now == begin + 100
+        world.network.drop_notifications("P.0.0", 10**6)
+        world.pass_time(29.9)
+        assert prefill.stats.live_leases == 1
+        world.pass_time(0.1)
+        world.until(sent(world))
+        assert prefill.stats.leases == {"expired": 1}
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("how", ["killed", "silent"])
+def test_a_dead_peer_fails_its_requests_and_can_come_back(mode, how):
+    with pair(mode, **BEATS_10, transfer_timeout=1000) as (world, prefill, decode):
+        params = prefill.prefill("p1", 7, 13)
+        start(world, decode, params, request_id="d0", num_tokens=4)
+        world.until(received(world, "d0"))
+        again = prefill.prefill("p2", 7, 13)
+        if how == "killed":
+            world.kill("P")
+        else:
+            world.network.drop_notifications("P.0.0", 10**6)
+            world.network.pause("P.0.0")
+        start(world, decode, again)
+        for _ in range(4):
+            world.pass_time(10)
+        assert world.count("D", "peers_lost") == 1
+        if how == "killed":
+            world.until(failed(world))
+            assert isinstance(errors(world)[0], (PeerLostError, HandshakeError))
+            prefill = world.engine("P")
+        else:
+            # What it does with the blocks is not known before it answers.
+            world.network.drop_notifications("P.0.0", 0)
+            world.network.resume("P.0.0")
+            world.pass_time(10)
+            world.until(failed(world))
+            assert isinstance(errors(world)[0], PeerLostError)
+        start(world, decode, prefill.prefill("p3", 5, 13), request_id="d3", prompt=5)
+        world.until(received(world, "d3"))
+        assert decode.holds("d3")
+
+
+def test_a_waiting_request_is_aborted_while_nobody_hears_of_it():
+    with pair(**BEATS_10) as (world, prefill, decode):
+        params = prefill.prefill("p1", 7, 13)
+        lease = Lease.parse(params["lease"])
+        decode.arrive("d1", 7, 13, params)
+        world.until(lambda: decode.stats.peers)
+        world.quiet()
+        world.network.drop_notifications("P.0.0", 10**6)
+        decode.finish("d1")
+        world.pass_time(29.9)
+        assert not world.outcomes["P"].sent
+        world.pass_time(10)
+        assert world.outcomes["P"].sent == {"p1"}
+        free = sorted(prefill.free)
+        late = messages.Release(ConsumerRank("D", (0, 0), ParallelSizes()), [("p1", lease)])
+        prefill.ranks[0].worker._on_notification("D.0.0", messages.encode(late), world.clock.now)
+        world.quiet()
+        assert sorted(prefill.free) == free
+        assert world.count("P", "late_notifications") == 1
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_request_that_is_rejected_unseen_is_released(mode):
+    with pair(mode) as (world, prefill, decode):
+        params = prefill.prefill("p1", 7, 13)
+        info = RequestInfo("d1", 13, KVTransferParams.from_dict(params))
+        assert decode.scheduler.request_finished(info, ((),), 0, is_complete=False) == (False, None)
+        world.until(sent(world))
+        assert world.leases("P") == [0]
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_an_abort_before_the_workers_know_of_it_is_a_release(mode):
+    with pair(mode) as (world, prefill, decode):
+        inbox = world.listen("P")
+        start(world, decode, prefill.prefill("p1", 7, 13))
+        decode.finish("d1")
+        assert "d1" not in decode.requests
+        world.until(sent(world))
+        world.quiet()
+        assert inbox.releases() == [(0, "p1")]
+        assert not inbox.of(messages.Push)
+
+
+def test_nothing_is_received_into_blocks_that_a_step_still_uses():
+    with pair() as (world, prefill, decode):
+        start(world, decode, prefill.prefill("p1", 7, 13))
+        rank, blocks = decode.ranks[0], decode.requests["d1"].blocks
+        decode.event = event = FakeEvent()
+        world.until(lambda: rank.worker.stats.snapshot().peers)
+        world.quiet()
+        rank.write(3, blocks, range(13))  # the step in flight
+        world.quiet()
+        assert rank.holds(3, blocks, range(13))
+        assert not world.outcomes["D"].received
+        event.is_done = True
+        world.until(received(world))
+        assert decode.holds("d1")
+
+
+def test_a_step_that_fails_fails_what_waits_for_it():
+    with pair() as (world, prefill, decode):
+        start(world, decode, prefill.prefill("p1", 7, 13))
+        decode.event = FakeEvent()
+        decode.event.error = RuntimeError("device lost")
+        world.until(failed(world))
+        assert str(errors(world)[0]) == "device lost"
+
+
+def test_several_failures_of_a_request_are_one_end():
+    with pair(producer={"tp": 2}) as (world, prefill, decode):
+        connect(world, prefill, decode)
+        params = prefill.prefill("p2", 7, 13)
+
+        def stop(name):
+            world.network.fail_next(name, 1)
+            world.network.pause(name)
+
+        reads = world.before_reads("D", stop)
+        start(world, decode, params)
+        world.until(lambda: len(reads) == 2)
+        world.network.resume("P.0.0")
+        world.until(lambda: decode.stats.transfer_failures)
+        world.quiet()
+        assert not world.outcomes["D"].failed  # the other may still move bytes
+        world.network.resume("P.0.1")
+        world.until(failed(world))
+        world.quiet()  # the toy engine checks that nothing is reported twice
+        assert world.end_of("D", "d1") == [EndState.FAILED]
+        assert decode.stats.ends == {"received": 1, "failed": 1}
+
+
+def test_a_completion_that_comes_twice_is_counted():
+    with pair(consumer={"tp": 2}) as (world, prefill, _):
+        params = prefill.prefill("p1", 7, 13)
+        lease = Lease.parse(params["lease"])
+        world.round()
+        worker = prefill.ranks[0].worker
+
+        def release(rank):
+            reader = ConsumerRank("D", (0, rank), ParallelSizes(tp=2))
+            data = messages.encode(messages.Release(reader, [("p1", lease)]))
+            worker._on_notification(f"D.0.{rank}", data, world.clock.now)
+
+        release(0)
+        release(0)
+        world.quiet()
+        assert not world.outcomes["P"].sent
+        assert world.count("P", "duplicate_notifications") == 1
+        release(1)
+        world.until(sent(world))
+        release(1)
+        world.quiet()
+        assert world.count("P", "late_notifications") == 1
+
+
+def test_a_push_that_ends_twice_is_received_once():
+    with pair("push") as (world, prefill, decode):
+        inbox = world.listen("D")
+        start(world, decode, prefill.prefill("p1", 7, 13))
+        world.until(received(world))
+        (end,) = inbox.of(messages.PushDone)
+        decode.ranks[0].worker._on_notification("P.0.0", messages.encode(end), world.clock.now)
+        world.quiet()
+        assert world.count("D", "late_notifications") == 1
+
+
+def test_a_failing_post_at_the_producer_is_told_at_once():
+    with pair("push", lease_duration=30) as (world, prefill, decode):
+        connect(world, prefill, decode)
+        begin = world.clock.now
+        params = prefill.prefill("p2", 7, 13)
+        world.network.fail_next("D.0.0")
+        start(world, decode, params)
+        world.until(failed(world))
+        assert world.clock.now == begin
+        assert "injected" in str(errors(world)[0])
+
+
+def test_an_exception_in_a_message_handler_ends_the_request(monkeypatch):
+    with pair("push") as (world, prefill, decode):
+        agent = prefill.ranks[0].agent
+
+        def write(peer, *_args, **_options):
+            raise PeerLostError("remote disconnect", peer=peer.name)
+
+        monkeypatch.setattr(agent, "write", write)
+        start(world, decode, prefill.prefill("p1", 7, 13))
+        world.until(failed(world))
+        assert world.end_of("D", "d1") == [EndState.FAILED]
+        assert "remote disconnect" in str(errors(world)[0])
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_peer_that_dies_takes_only_its_own_requests(mode):
+    with World(mode) as world:
+        victim, other, decode = world.engine("V"), world.engine("P"), world.engine("D")
+        for name, engine in (("v", victim), ("p", other)):
+            start(world, decode, engine.prefill(f"{name}0", 7, 4), request_id=name, num_tokens=4)
+        world.until(lambda: world.outcomes["D"].received == {"v", "p"})
+        two = [victim.prefill(f"v{i}", i, 13) for i in (1, 2)]
+        for name in ("V.0.0", "P.0.0", "D.0.0"):
+            world.network.set_delay(name, 0.02)
+        for i, params in enumerate(two, 1):
+            start(world, decode, params, request_id=f"d{i}", prompt=i)
+        start(world, decode, other.prefill("p3", 3, 13), request_id="d3", prompt=3)
+        world.round()
+        world.round()
+        world.kill("V")
+        world.pass_time(5)  # nobody tells a consumer that waits to be written to
+        world.until(
+            lambda: len(world.outcomes["D"].failed) + len(world.outcomes["D"].received) == 5
+        )
+        assert set(world.outcomes["D"].failed) == {"d1", "d2"}
+        assert decode.holds("d3")
+
+
+def test_a_failed_part_is_not_counted_as_loaded():
+    with pair(producer={"tp": 4}) as (world, prefill, decode):
+        connect(world, prefill, decode)
+        before = decode.stats.transfers
+        params = prefill.prefill("p2", 7, 13)
+
+        def stop(name):
+            world.network.pause(name)
+            if name == "P.0.2":
+                world.network.fail_next(name)
+
+        reads = world.before_reads("D", stop)
+        start(world, decode, params)
+        world.until(lambda: len(reads) == 4)
+        for rank in (0, 1, 3):
+            world.network.resume(f"P.0.{rank}")
+        world.until(lambda: decode.stats.transfers == before + 3)
+        world.network.resume("P.0.2")
+        world.until(failed(world))
+        stats = decode.stats
+        assert stats.transfers == before + 3
+        assert stats.transfer_failures == {"failed": 1}
+        assert stats.ends == {"received": 1, "failed": 1}
+
+
+def test_a_producer_that_fails_before_the_transfer_says_so():
+    with pair("push") as (world, prefill, decode):
+        # The consumer does not wait for the prefill: it knows only who makes it.
+        start(world, decode, early_params(prefill, "p1"))
+        world.until(lambda: prefill.stats.pushes)
+        info = RequestInfo("p1", 13, KVTransferParams(do_remote_decode=True))
+        keeps, params = prefill.scheduler.request_finished(info, ((0, 1),), 8, is_complete=False)
+        assert (keeps, params) == (False, None)
+        begin = world.clock.now
+        world.until(failed(world))
+        assert world.clock.now == begin
+        assert "gave the request up" in str(errors(world)[0])
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_an_end_is_final_and_noise_is_harmless(mode):
+    with pair(mode) as (world, prefill, decode):
+        inbox = world.listen("D")
+        connect(world, prefill, decode)
+        params = prefill.prefill("p2", 7, 13)
+        slow = "P.0.0" if mode == "pull" else "D.0.0"
+        world.network.set_delay(slow, 0.02)
+        start(world, decode, params)
+        world.until(
+            lambda: any(e.agent._native.running for e in (prefill.ranks[0], decode.ranks[0]))
+        )
+        decode.finish("d1")  # and the transfer goes on to its good end
+        world.until(failed(world))
+        assert world.end_of("D", "d1") == [EndState.ABORTED]
+        for end in inbox.of(messages.PushDone):
+            good = messages.PushDone(end.push_id, False, "")
+            decode.ranks[0].worker._on_notification("P.0.0", messages.encode(good), 0.0)
+        good = messages.encode(messages.CancelPush(1))
+        unknown = good.replace(b"cancel_push", b"cancel_pull")
+        with FakeAgent("stranger", world.network) as stranger:
+            peer = stranger.connect(decode.hellos[0, 0])
+            for data in (b"XYZ", b"", b"\xc1", b"\x80", unknown, good[:-1]):
+                stranger.notify(peer, data)
+            world.until(lambda: world.count("D", "foreign_notifications") == 6)
+        world.quiet()
+        assert "d1" not in world.outcomes["D"].received
+        start(world, decode, prefill.prefill("p3", 5, 13), request_id="d3", prompt=5)
+        world.until(received(world, "d3"))
+
+
+def test_a_lost_release_costs_a_lease_and_no_more():
+    with pair(lease_duration=30) as (world, prefill, decode):
+        params = prefill.prefill("p1", 7, 13)
+        world.before_reads("D", lambda name: world.network.drop_notifications(name, 10**6))
+        start(world, decode, params)
+        world.until(received(world))
+        assert not world.outcomes["P"].sent
+        world.pass_time(30)
+        world.until(sent(world))
+
+
+@pytest.mark.parametrize("lost", ["attach", "push", "push end", "beat", "beat answer", "stop"])
+def test_no_single_lost_notice_hangs_a_push(lost):
+    with pair("push", **BEATS_5, transfer_timeout=300) as (world, prefill, decode):
+        at_p, at_d = world.listen("P"), world.listen("D")
+        if lost == "attach":
+            world.network.drop_notifications("P.0.0", 1)
+        else:
+            connect(world, prefill, decode)
+            world.quiet()
+        params = prefill.prefill("p1", 7, 13)
+        if lost == "beat":
+            world.network.drop_notifications("P.0.0", 1)
+        elif lost == "push":
+            world.round()
+            world.pass_time(5)
+            world.network.drop_notifications("P.0.0", 2)
+        elif lost == "beat answer":
+            world.network.drop_notifications("D.0.0", 1)
+        start(world, decode, params)
+        if lost == "push end":
+            world.network.set_delay("D.0.0", 0.02)
+            world.until(lambda: prefill.ranks[0].agent._native.running)
+            world.network.drop_notifications("D.0.0", 1)
+        if lost == "stop":
+            world.network.pause("D.0.0")
+            world.until(lambda: prefill.ranks[0].agent._native.running)
+            world.network.drop_notifications("P.0.0", 1)
+            decode.finish("d1")
+            world.quiet()
+            world.network.resume("D.0.0")
+        for _ in range(4):
+            world.pass_time(5)
+        if lost == "stop":
+            world.until(failed(world))
+            assert world.end_of("D", "d1") == [EndState.ABORTED]
+        else:
+            world.until(received(world))
+            assert decode.holds("d1")
+        world.until(sent(world))
+        assert at_p.of(messages.Push)
+        assert at_d.of(messages.PushDone)
+
+
+def test_nothing_is_heard_from_the_producer_at_all():
+    with pair("push", **BEATS_5, transfer_timeout=12) as (world, prefill, decode):
+        world.network.drop_notifications("P.0.0", 10**6)
+        start(world, decode, prefill.prefill("p1", 7, 13))
+        world.until(lambda: decode.stats.peers)
+        world.pass_time(12)
+        world.until(failed(world))
+        assert isinstance(errors(world)[0], TransferTimeout)
+
+
+def early_params(engine, request_id, **more):
+    """What a proxy can tell a consumer while the producer is still at the prompt."""
+    host, port = engine.scheduler.address
+    return {
+        "do_remote_prefill": True,
+        "remote_engine_id": engine.id,
+        "remote_request_id": request_id,
+        "remote_host": host,
+        "remote_port": port,
+        "tp_size": engine.parallel.tp,
+        "pp_size": engine.parallel.pp,
+        "transfer_mode": "push",
+        **more,
+    }
+
+
+def test_blocks_that_are_appended_between_steps_are_sent_too():
+    with pair("push") as (world, prefill, decode):
+        start(world, decode, early_params(prefill, "p1"), num_tokens=11)
+        world.until(lambda: prefill.stats.pushes)
+        prefill.begin("p1", 7, 11)
+        prefill.compute("p1", 8)
+        world.until(lambda: decode.ranks[0].holds(7, decode.requests["d1"].blocks, range(8)))
+        assert not world.outcomes["D"].received
+        prefill.compute("p1", 11)
+        world.round()
+        assert prefill.hand_over("p1")
+        world.until(received(world))
+        assert decode.holds("d1")
+        rank = prefill.ranks[0]
+        snapshot = rank.worker.stats.snapshot()
+        assert snapshot.transfers == 4  # two chunks of two layers
+        assert snapshot.bytes == len(rank.layers) * 11 * 2 * 4 * 8 * 2
+
+
+def test_an_engine_that_does_not_serve_all_of_its_ranks_is_named():
+    with pair(producer={"tp": 2}) as (world, prefill, decode):
+        full = world.book["P"]
+        world.book["P"] = {(0, 0): full[0, 0]}
+        start(world, decode, prefill.prefill("p1", 7, 13))
+        world.until(failed(world))
+        (error,) = errors(world)
+        assert isinstance(error, RankNotFound)
+        assert error.missing == [(0, 1)]
+        assert error.available == [(0, 0)]
+
+
+def test_hand_offs_whose_lists_do_not_pair_up_are_refused():
+    params = {
+        "do_remote_prefill": True,
+        "remote_engine_id": "P",
+        "remote_request_id": "p1",
+        "remote_host": "h",
+        "remote_port": 1,
+        "remote_block_ids": [[1], [2]],
+        "remote_starts": [0],
+        "remote_num_tokens": 4,
+        "lease": "0-7",
+        "lease_duration": 30.0,
+    }
+    with pytest.raises(ConfigError, match="remote_starts has 1 entries, remote_block_ids 2"):
+        KVTransferParams.from_dict(params)
+
+
+def test_block_tables_stay_small_on_the_wire():
+    # Tables of 15,000 blocks, and of as many in any order, in the message that carries them.
+    for blocks in (range(15_000), np.random.default_rng(0).permutation(15_000).tolist()):
+        push = messages.Push(
+            consumer=ConsumerRank("D", (0, 0), ParallelSizes()),
+            request_id="p1",
+            lease=None,
+            push_id=1,
+            blocks=(tuple(blocks),),
+            starts=(0,),
+            block_sizes=(16,),
+            num_tokens=15_000 * 16,
+        )
+        data = messages.encode(push)
+        assert len(data) < 64_000
+        assert messages.decode(data) == push
+
+
+def test_the_number_of_descriptors_is_counted():
+    layers = 48
+    with pair(model=Model(layers=layers, kv_heads=1, dim=2)) as (world, prefill, decode):
+        start(world, decode, prefill.prefill("p1", 7, 4), num_tokens=4)
+        world.until(received(world))
+        assert decode.stats.descriptors == 2 * layers
+
+
+# ---- what happens on the way to the cases above
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_an_abort_while_bytes_move_is_reported_when_they_are_quiet(mode):
+    with pair(mode) as (world, prefill, decode):
+        connect(world, prefill, decode)
+        params = prefill.prefill("p1", 7, 13)
+        if mode == "pull":
+            reads = world.before_reads("D", world.network.pause)
+        else:
+            world.network.pause("D.0.0")
+        start(world, decode, params)
+        world.until(lambda: reads if mode == "pull" else prefill.ranks[0].agent._native.running)
+        if mode == "pull":  # one that was not posted yet would be quiet at once
+            (read,) = decode.ranks[0].worker._receiver._requests["d1"].transfers
+            world.until(lambda: read._native.stats["post_ns"])
+        decode.finish("d1")
+        world.quiet()
+        assert not world.outcomes["D"].failed
+        world.network.resume("P.0.0" if mode == "pull" else "D.0.0")
+        world.until(failed(world))
+        blocks = decode.requests["d1"].blocks
+        decode.ranks[0].poison(blocks)
+        world.until(sent(world))
+        world.quiet()
+        assert (decode.ranks[0].read(blocks, range(16)) == 0xDEAD).all()
+        assert decode.scheduler.num_requests == 1  # "d0"
+
+
+def test_a_push_that_is_asked_for_in_an_earlier_life_is_not_written_in_the_next():
+    with pair("push") as (world, prefill, decode):
+        start(world, decode, early_params(prefill, "p1"))
+        world.until(lambda: prefill.stats.pushes)
+        world.kill("D")
+        decode = world.engine("D")
+        start(world, decode, prefill.prefill("p0", 3, 4), request_id="d0", prompt=3, num_tokens=4)
+        world.until(received(world, "d0"))
+        assert decode.holds("d0")
+        prefill.prefill("p1", 7, 13)
+        world.quiet()
+        assert not prefill.stats.pushes
+        untouched = [b for b in range(16) if b not in decode.requests["d0"].blocks]
+        assert (decode.ranks[0].read(untouched, range(4 * len(untouched))) == 0xDEAD).all()
+
+
+def test_a_request_that_is_preempted_is_pushed_anew():
+    with pair("push") as (world, prefill, decode):
+        start(world, decode, early_params(prefill, "p1"), num_tokens=12)
+        world.until(lambda: prefill.stats.pushes)
+        prefill.begin("p1", 7, 12)
+        prefill.compute("p1", 8)
+        world.network.pause("D.0.0")
+        world.until(lambda: prefill.ranks[0].agent._native.running)
+        taken = prefill.preempt("p1")
+        prefill.ranks[0].write(99, taken, range(8))  # another request has the blocks
+        world.quiet()
+        prefill.compute("p1", 4)
+        world.round()
+        prefill.compute("p1", 12)
+        world.round()
+        assert prefill.hand_over("p1")
+        world.quiet()
+        world.network.resume("D.0.0")
+        world.until(received(world))
+        assert decode.holds("d1")
+
+
+@pytest.fixture
+def pushing():
+    """A world with a producer that is asked for a request before it begins, and a consumer."""
+    with pair("push") as (world, prefill, decode):
+        start(world, decode, early_params(prefill, "p1"), num_tokens=12)
+        world.until(lambda: prefill.stats.pushes)
+        prefill.begin("p1", 7, 12)
+        yield world, prefill, decode
+
+
+def launch(world, prefill, until):
+    """Launch a chunk on a device that has not begun with it; returns the events of its layers."""
+    prefill.layer_events = {layer: FakeEvent() for layer in prefill.ranks[0].layers}
+    prefill.compute("p1", until)
+    world.step("P")
+    prefill.ranks[0].poison(prefill.requests["p1"].blocks)
+    world.quiet()
+    return prefill.layer_events
+
+
+def test_a_layer_is_written_when_the_device_has_finished_it(pushing):
+    world, prefill, decode = pushing
+    events = launch(world, prefill, 8)
+    blocks = prefill.requests["p1"].blocks
+    assert (decode.ranks[0].read(decode.requests["d1"].blocks, range(12)) == 0xDEAD).all()
+    for layer, event in events.items():
+        prefill.ranks[0].write(7, blocks, range(8), layers=[layer])
+        event.is_done = True
+
+    def arrived():
+        return decode.ranks[0].holds(7, decode.requests["d1"].blocks, range(8))
+
+    world.until(arrived)
+    prefill.layer_events = {}
+    prefill.compute("p1", 12)
+    world.round()
+    assert prefill.hand_over("p1")
+    world.until(received(world))
+    assert decode.holds("d1")
+    assert prefill.stats.transfers == 4  # two chunks of two layers
+
+
+def test_layers_whose_blocks_are_taken_away_are_not_written(pushing):
+    world, prefill, decode = pushing
+    events = launch(world, prefill, 8)
+    prefill.preempt("p1")
+    world.round()
+    for event in events.values():
+        event.is_done = True
+    world.quiet()
+    assert (decode.ranks[0].read(decode.requests["d1"].blocks, range(12)) == 0xDEAD).all()
+    prefill.layer_events = {}
+    prefill.compute("p1", 12)
+    world.round()
+    assert prefill.hand_over("p1")
+    world.until(received(world))
+    assert decode.holds("d1")
+
+
+def test_a_request_that_ends_before_its_layers_is_written_whole_when_all_is_there(pushing):
+    world, prefill, decode = pushing
+    events = launch(world, prefill, 12)
+    blocks = prefill.requests["p1"].blocks
+    prefill.event = FakeEvent()
+    assert prefill.hand_over("p1")
+    world.quiet()
+    assert not world.outcomes["D"].received
+    prefill.ranks[0].write(7, blocks, range(12))
+    for event in (*events.values(), prefill.event):
+        event.is_done = True
+    world.until(received(world))
+    assert decode.holds("d1")
+
+
+def test_a_layer_that_fails_on_the_device_fails_its_requests(pushing):
+    world, prefill, _ = pushing
+    events = launch(world, prefill, 8)
+    events[0].error = RuntimeError("the device is lost")
+    world.until(failed(world))
+    (error,) = errors(world)
+    assert "the device is lost" in str(error)
+
+
+def test_an_engine_that_moves_to_another_address_is_found_there():
+    with pair() as (world, prefill, decode):
+        connect(world, prefill, decode)
+        world.kill("P")
+        prefill = world.engine("P")
+        prefill.scheduler.address = ("elsewhere", 1)
+        start(world, decode, prefill.prefill("p1", 7, 13))
+        world.until(received(world))
+        assert decode.holds("d1")
+
+
+def test_an_address_with_a_new_tenant_fails_what_waits_for_the_old_one():
+    with pair("push", transfer_timeout=1000) as (world, prefill, decode):
+        address = prefill.scheduler.address
+        start(world, decode, early_params(prefill, "p1"))
+        world.until(lambda: prefill.stats.pushes)
+        world.kill("P")
+        successor = world.engine("P2")
+        successor.scheduler.address = address
+        start(world, decode, successor.prefill("p2", 5, 13), request_id="d2", prompt=5)
+        world.until(received(world, "d2"))
+        world.until(failed(world))
+
+
+def test_consumers_that_are_silent_for_long_are_forgotten_and_may_come_back():
+    with pair("push", peer_ttl=100, lease_duration=30) as (world, prefill, decode):
+        connect(world, prefill, decode)
+        world.quiet()
+        assert prefill.stats.consumers == 1
+        world.pass_time(101)
+        assert not prefill.stats.consumers
+        start(world, decode, prefill.prefill("p1", 7, 13))
+        world.quiet()
+        world.pass_time(5, 2)
+        world.until(received(world))
+
+
+def test_shutdown_waits_for_handshakes_since_they_hold_the_agent():
+    asked, answer = threading.Event(), threading.Event()
+
+    def fetch(*_args, **_options):
+        asked.set()
+        answer.wait(DEADLINE_S)
+        raise TimeoutError
+
+    with World() as world:
+        world._fetch = fetch
+        prefill, decode = world.engine("P"), world.engine("D")
+        start(world, decode, prefill.prefill("p1", 7, 13))
+        world.round()
+        assert asked.wait(DEADLINE_S)
+        before = threading.active_count()
+        stopping = threading.Thread(target=decode.ranks[0].worker.shutdown, args=[DEADLINE_S])
+        stopping.start()
+        stopping.join(0.1)
+        assert stopping.is_alive()
+        answer.set()
+        stopping.join(DEADLINE_S)
+        assert threading.active_count() < before
+
+
+def test_messages_are_short_enough_whatever_they_list():
+    lease = Lease(2**48 - 1, 2**62)
+    entries = [("x" * 512, lease)] * messages.MAX_ENTRIES
+    reader = ConsumerRank("e" * 512, (2**16 - 1, 2**16 - 1), ParallelSizes(2**16, 2**16, 2**16))
+    assert len(messages.encode(messages.Release(reader, entries))) < 1 << 20
+    beat = messages.Heartbeat(1, entries)
+    assert messages.decode(messages.encode(beat)) == beat
+    ack = messages.HeartbeatAck(1, [(r, k, messages.LeaseStatus.ENDED) for r, k in entries])
+    assert len(messages.encode(ack)) < 1 << 20
+
+
+def test_more_leases_are_checked_than_there_are_words(monkeypatch):
+    monkeypatch.setattr("pynixlkv.connector.worker._LEASE_BUFFER_WORDS", 3)
+    many = 40
+    blocks = {"num_blocks": 4 * many}
+    with pair(producer=blocks, consumer=blocks) as (world, prefill, decode):
+        for i in range(many):
+            start(world, decode, prefill.prefill(f"p{i}", i, 13), request_id=f"d{i}", prompt=i)
+        world.until(lambda: len(world.outcomes["D"].received) == many)
+        assert all(decode.holds(f"d{i}") for i in range(many))
+        assert decode.stats.lease_checks == 0
+        world.until(lambda: len(world.outcomes["P"].sent) == many)
+
+
+def test_a_hand_off_that_cannot_be_cut_takes_no_lease():
+    scheduler = ConnectorScheduler("P", [GroupSpec(4)], address=("h", 1))
+    info = RequestInfo("p1", 13, KVTransferParams(do_remote_decode=True))
+    before = scheduler.num_free_leases
+    with pytest.raises(ConfigError, match="does not reach 13"):
+        scheduler.request_finished(info, ((1,),), 13)
+    assert scheduler.num_free_leases == before
+
+
+def test_a_request_that_the_workers_cannot_begin_has_an_end_all_the_same(caplog):
+    with pair() as (world, prefill, decode):
+        params = prefill.prefill("p1", 7, 13)
+        broken = msgspec.structs.replace(KVTransferParams.from_dict(params), lease="nonsense")
+        decode.requests["d1"] = ToyRequest(RequestInfo("d1", 13, broken), 7, [])
+        decode.schedule("d1")
+        start(world, decode, params, request_id="d2")
+        world.until(failed(world))
+        assert "nonsense" in str(errors(world)[0])
+        world.until(received(world, "d2"))
+        caplog.clear()
