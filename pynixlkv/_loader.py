@@ -1,6 +1,6 @@
-"""Finding and opening native libraries, and saying what was found.
+"""Find and open native libraries, and report what was found.
 
-The only module that looks for them. Nothing here imports torch or NIXL's own Python package.
+The only module that searches for them. It imports neither torch nor NIXL's own Python package.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pynixlkv.errors import LibraryNotFoundError, LibraryVersionError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from pynixlkv import _native
 
@@ -37,19 +37,12 @@ __all__ = [
     "native_report",
 ]
 
-NIXL_VARIABLE = "PYNIXLKV_NIXL_LIBRARY"
+T = TypeVar("T")
+
 NIXL_DISTRIBUTIONS = ("nixl-cu12", "nixl-cu13")
-NIXL_LIBRARY = "libnixl_capi.so"
-NIXL_MINIMUM = "1.0.1"
-UCX_VARIABLE = "PYNIXLKV_UCX_LIBRARY"
-UCX_DISTRIBUTIONS = ("libucx-cu12", "libucx-cu13")
-UCX_LIBRARY = "libucp.so.0"
-UCX_MINIMUM = "1.18"
-# The wheel's own loader opens these names, in this order; the names with version numbers are copies
-# of the files, which would be loaded once more.
+# The loader of the libucx wheel opens these names, in this order. The names with version numbers
+# are copies of the files, which would be loaded once more.
 _UCX_WHEEL_LIBRARIES = ("libucs.so", "libucs_signal.so", "libuct.so", "libucp.so")
-# NIXL's wheels carry a UCX of their own under names with a hash.
-_UCX_IN_NIXL = "libucp-*.so*"
 _SYSTEM_PREFIXES = ("/usr/local", "/usr", "/opt/nvidia/nvda_nixl", "/usr/local/nixl")
 _REPORTED = re.compile(r"lib(nixl|uc[mpst])[^/]*\.so[^/]*$")
 _PROBE_TIMEOUT_S = 60.0
@@ -57,112 +50,176 @@ _PROBE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class LibraryLocation:
-    """Where a native library is.
-
-    Parameters
-    ----------
-    path : str
-        Its file.
-    version : str
-        Version of the package that it came with; empty where nothing tells.
-    origin : str
-        What led to it: the environment variable, a distribution, or ``"system"``.
-    """
+    """Where a native library is."""
 
     path: str
-    version: str
-    origin: str
+    version: str  # of the package that it came with; empty if unknown
+    origin: str  # the environment variable, a distribution, or "system"
 
 
 @dataclass(frozen=True)
 class LoadedLibrary:
-    """A library that is mapped into this process.
-
-    Parameters
-    ----------
-    path : str
-        Its file.
-    version : str
-        Version of the package that the file belongs to; empty where nothing tells.
-    """
+    """A library that is mapped into this process."""
 
     path: str
-    version: str
+    version: str  # of the package that the file belongs to; empty if unknown
 
 
 @dataclass(frozen=True)
 class PluginReport:
-    """What a NIXL plugin says about itself here.
-
-    Parameters
-    ----------
-    name : str
-        Name to create a backend with.
-    memory_types : tuple of str
-        Kinds of memory that it declares; whether they work also depends on the machine.
-    params : dict
-        Creation parameters with their defaults.
-    problem : str
-        Why it cannot be used; empty if it can be loaded.
-    """
+    """What a NIXL plugin declares on this machine."""
 
     name: str
-    memory_types: tuple[str, ...] = ()
-    params: dict[str, str] = field(default_factory=dict)
-    problem: str = ""
+    memory_types: tuple[str, ...] = ()  # whether they work also depends on the machine
+    params: dict[str, str] = field(default_factory=dict)  # of `create_backend`, with defaults
+    problem: str = ""  # why it cannot be loaded
 
 
 @dataclass(frozen=True)
 class NativeReport:
-    """What native libraries there are, and what works with them here.
+    """Which native libraries there are, and what works with them on this machine."""
 
-    Parameters
-    ----------
-    nixl : LibraryLocation or None
-        The NIXL that the first `NixlAgent` will use or has used.
-    ucx : LibraryLocation or None
-        The UCX that the first `UcxAgent` will use or has used.
-    loaded : tuple of LoadedLibrary
-        Every NIXL and UCX library that is mapped into this process.
-    ucx_version : str
-        Version of the UCX that NIXL's UCX plugin uses.
-    plugins : tuple of PluginReport
-        NIXL's plugins.
-    transports : tuple of str
-        Transports that this UCX could open on this machine, as ``"transport/device"``.
-    memory_types : tuple of str
-        Kinds of memory that the plugins which can be loaded declare; VRAM only if UCX could open
-        a CUDA transport. Storage may need a service or credentials in addition.
-    missing : tuple of str
-        What is missing or does not work, and how to get it.
-    """
-
-    nixl: LibraryLocation | None
-    ucx: LibraryLocation | None
-    loaded: tuple[LoadedLibrary, ...]
-    ucx_version: str
+    nixl: LibraryLocation | None  # the NIXL of `NixlAgent`
+    ucx: LibraryLocation | None  # the UCX of `UcxAgent`
+    loaded: tuple[LoadedLibrary, ...]  # every NIXL and UCX library mapped into this process
+    ucx_version: str  # of the UCX of NIXL's UCX plugin
     plugins: tuple[PluginReport, ...]
-    transports: tuple[str, ...]
-    memory_types: tuple[str, ...]
-    missing: tuple[str, ...]
+    transports: tuple[str, ...]  # that this UCX could open, as "transport/device"
+    memory_types: tuple[str, ...]  # of the plugins that load; VRAM only with a CUDA transport
+    missing: tuple[str, ...]  # what is missing or does not work, and how to get it
 
     def to_dict(self) -> dict[str, object]:
         """Return the report as plain dictionaries, lists and strings, ready for JSON."""
         return asdict(self)
 
 
-def _pip_command(
-    distributions: tuple[str, ...] = NIXL_DISTRIBUTIONS, minimum: str = NIXL_MINIMUM
-) -> str:
-    cuda = _torch_cuda_major()
-    fitting = [name for name in distributions if name.endswith(f"-cu{cuda}")]
-    return f'pip install "{(fitting or distributions)[0]}>={minimum}"'
+@dataclass(frozen=True)
+class _Wheels:
+    """Distributions that can contain a library, by a pattern of its file name."""
+
+    names: tuple[str, ...]
+    pattern: str
+    minimum: str = ""
+
+    def search(self, tried: list[str]) -> Iterator[LibraryLocation]:
+        """Yield the installed ones; the wheel for the CUDA of torch comes first."""
+        needs = f" (needs {self.minimum} or newer)" if self.minimum else ""
+        for name in _by_cuda(self.names):
+            try:
+                distribution = importlib.metadata.distribution(name)
+            except importlib.metadata.PackageNotFoundError:
+                tried.append(f"distribution {name}: not installed")
+                continue
+            version = distribution.version
+            found = [f for f in distribution.files or () if fnmatch(f.name, self.pattern)]
+            path = Path(str(distribution.locate_file(found[0]))) if found else None
+            if path is None or not path.is_file():
+                tried.append(f"distribution {name} {version}: has no {self.pattern}{needs}")
+                continue
+            tried.append(f"{path} (distribution {name} {version})")
+            if _release(version) < _release(self.minimum):
+                raise LibraryVersionError(
+                    f"{path} is of {name} {version}; pynixlkv needs {self.minimum} or newer: "
+                    + _pip_command(self.names, self.minimum)
+                )
+            yield LibraryLocation(str(path), version, name)
 
 
-def _torch_cuda_major() -> str | None:
-    """CUDA major version of torch, if something else has imported it and it was built for CUDA."""
+# NIXL's wheels carry a UCX of their own under names with a hash.
+UCX_IN_NIXL = _Wheels(NIXL_DISTRIBUTIONS, "libucp-*.so*")
+
+
+class _Library(Generic[T]):
+    """A native library: where to search for it, and the copy that this process uses."""
+
+    def __init__(
+        self,
+        name: str,
+        file: str,
+        minimum: str,
+        wheels: tuple[_Wheels, ...],
+        open_path: Callable[[Path], T],
+    ) -> None:
+        self.name = name
+        self.file = file
+        self.variable = f"PYNIXLKV_{name}_LIBRARY"
+        self.minimum = minimum
+        self.wheels = wheels
+        self.open_path = open_path
+        self.loaded: tuple[LibraryLocation, T] | None = None
+        self._lock = threading.Lock()
+
+    def find(self) -> LibraryLocation:
+        """Return the first of: the variable, the wheels, the system's directories."""
+        tried: list[str] = []
+        wheels = chain.from_iterable(wheels.search(tried) for wheels in self.wheels)
+        for location in chain(self._from_variable(tried), wheels, self._from_system(tried)):
+            return location
+        raise LibraryNotFoundError(
+            f"{self.name} was not found. Install it with: {self._pip_command()} (or set "
+            f"{self.variable} to {self.file} or its directory). Tried:\n  " + "\n  ".join(tried)
+        )
+
+    def location(self) -> LibraryLocation:
+        """Return where the copy of this process is, or would be."""
+        return self.loaded[0] if self.loaded else self.find()
+
+    def load(self) -> T:
+        """Open the library once and return it."""
+        with self._lock:
+            if self.loaded is None:
+                location = self.find()
+                try:
+                    library = self.open_path(Path(location.path))
+                except (LibraryNotFoundError, OSError) as error:
+                    is_ours = isinstance(error, LibraryNotFoundError)
+                    about = f"{location.origin} {location.version}".rstrip()
+                    raise (type(error) if is_ours else LibraryNotFoundError)(
+                        f"{error} (found through {about}); pynixlkv needs {self.name} "
+                        f"{self.minimum} or newer: {self._pip_command()}"
+                    ) from error
+                self.loaded = (location, library)
+            return self.loaded[1]
+
+    def _pip_command(self) -> str:
+        return _pip_command(self.wheels[0].names, self.minimum)
+
+    def _from_variable(self, tried: list[str]) -> Iterator[LibraryLocation]:
+        value = os.environ.get(self.variable)
+        if not value:
+            return
+        path = Path(value)
+        if path.is_dir():
+            path /= self.file
+        tried.append(f"{path} (from {self.variable})")
+        if not path.is_file():
+            raise LibraryNotFoundError(
+                f"{self.variable} is {value!r}, but there is no {path}; point it to {self.file} or "
+                "to the directory that holds it, or unset it"
+            )
+        yield LibraryLocation(str(path), _version_of(path), self.variable)
+
+    def _from_system(self, tried: list[str]) -> Iterator[LibraryLocation]:
+        directories = [d for d in os.environ.get("LD_LIBRARY_PATH", "").split(":") if d]
+        for prefix in _SYSTEM_PREFIXES:
+            machine = os.uname().machine
+            directories += [f"{prefix}/{d}" for d in ("lib", "lib64", f"lib/{machine}-linux-gnu")]
+        for directory in directories:
+            path = Path(directory) / self.file
+            tried.append(str(path))
+            if path.is_file():
+                yield LibraryLocation(str(path), "", "system")
+
+
+def _by_cuda(names: tuple[str, ...]) -> list[str]:
+    """Sort distributions: the one for the CUDA of torch, if torch was imported, comes first."""
     version = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
-    return version.split(".")[0] if isinstance(version, str) else None
+    suffix = f"-cu{version.split('.')[0]}" if isinstance(version, str) else "-none"
+    return sorted(names, key=lambda name: not name.endswith(suffix))
+
+
+def _pip_command(names: tuple[str, ...], minimum: str) -> str:
+    return f'pip install "{_by_cuda(names)[0]}>={minimum}"'
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -170,234 +227,56 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match.group().split(".")) if match else ()
 
 
-def _from_variable(variable: str, library: str, tried: list[str]) -> Iterator[LibraryLocation]:
-    value = os.environ.get(variable)
-    if not value:
-        return
-    path = Path(value)
-    if path.is_dir():
-        path /= library
-    tried.append(f"{path} (from {variable})")
-    if not path.is_file():
-        raise LibraryNotFoundError(
-            f"{variable} is {value!r}, but there is no {path}; point it to {library} or "
-            "to the directory that holds it, or unset it"
-        )
-    yield LibraryLocation(str(path), _version_of(path), variable)
-
-
-def _from_distributions(
-    names: Iterable[str], library: str, needs: str, tried: list[str]
-) -> Iterator[LibraryLocation]:
-    """Look for a file, named by a pattern, in distributions; first for torch's version of CUDA."""
-    cuda = _torch_cuda_major()
-    for name in sorted(names, key=lambda name: not name.endswith(f"-cu{cuda}")):
-        try:
-            distribution = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            tried.append(f"distribution {name}: not installed")
-            continue
-        found = [file for file in distribution.files or () if fnmatch(file.name, library)]
-        path = Path(str(distribution.locate_file(found[0]))) if found else None
-        if path is None or not path.is_file():
-            tried.append(f"distribution {name} {distribution.version}: has no {library}{needs}")
-            continue
-        tried.append(f"{path} (distribution {name} {distribution.version})")
-        yield LibraryLocation(str(path), distribution.version, name)
-
-
-def _from_system(library: str, tried: list[str]) -> Iterator[LibraryLocation]:
-    directories = [d for d in os.environ.get("LD_LIBRARY_PATH", "").split(":") if d]
-    for prefix in _SYSTEM_PREFIXES:
-        directories += [f"{prefix}/lib", f"{prefix}/lib64", f"{prefix}/lib/{_multiarch()}"]
-    for directory in directories:
-        path = Path(directory) / library
-        tried.append(str(path))
-        if path.is_file():
-            yield LibraryLocation(str(path), "", "system")
-
-
-def _multiarch() -> str:
-    return f"{os.uname().machine}-linux-gnu"
-
-
-def find_nixl() -> LibraryLocation:
-    """Find NIXL's C interface without opening it.
-
-    Returns
-    -------
-    LibraryLocation
-        The first of: the file or directory in the environment variable
-        ``PYNIXLKV_NIXL_LIBRARY``; an installed distribution ``nixl-cu12`` or ``nixl-cu13``, first
-        the one for the CUDA version of torch if torch has been imported; ``LD_LIBRARY_PATH`` and
-        the usual system directories.
-
-    Raises
-    ------
-    LibraryNotFoundError
-        If there is none; names every path tried and the command that installs it.
-    LibraryVersionError
-        If the distribution that was found is older than NIXL 1.0.1.
-
-    Notes
-    -----
-    Reads files only. Safe from several threads.
-    """
-    tried: list[str] = []
-    needs = f" (needs {NIXL_MINIMUM} or newer)"
-    for location in chain(
-        _from_variable(NIXL_VARIABLE, NIXL_LIBRARY, tried),
-        _from_distributions(NIXL_DISTRIBUTIONS, NIXL_LIBRARY, needs, tried),
-        _from_system(NIXL_LIBRARY, tried),
-    ):
-        if location.origin in NIXL_DISTRIBUTIONS and _release(location.version) < _release(
-            NIXL_MINIMUM
-        ):
-            raise LibraryVersionError(
-                f"{location.path} is of {location.origin} {location.version}; pynixlkv needs "
-                f"{NIXL_MINIMUM} or newer: {_pip_command()}"
-            )
-        return location
-    raise LibraryNotFoundError(
-        f"NIXL was not found. Install it with: {_pip_command()} (or set {NIXL_VARIABLE} to "
-        f"{NIXL_LIBRARY} or its directory). Tried:\n  " + "\n  ".join(tried)
-    )
-
-
-def find_ucx() -> LibraryLocation:
-    """Find UCX's libucp without opening it.
-
-    Returns
-    -------
-    LibraryLocation
-        The first of: the file or directory in the environment variable ``PYNIXLKV_UCX_LIBRARY``;
-        an installed distribution ``libucx-cu12`` or ``libucx-cu13``; the UCX inside an installed
-        ``nixl-cu12`` or ``nixl-cu13``; ``LD_LIBRARY_PATH`` and the usual system directories. Of
-        distributions, the one for the CUDA version of an imported torch comes first.
-
-    Raises
-    ------
-    LibraryNotFoundError
-        If there is none; names every path tried and the command that installs it.
-
-    Notes
-    -----
-    Reads files only. Safe from several threads. The ``libucx`` distributions have no InfiniBand;
-    the UCX inside NIXL's and most systems' do.
-    """
-    tried: list[str] = []
-    for location in chain(
-        _from_variable(UCX_VARIABLE, UCX_LIBRARY, tried),
-        _from_distributions(UCX_DISTRIBUTIONS, _UCX_WHEEL_LIBRARIES[-1], "", tried),
-        _from_distributions(NIXL_DISTRIBUTIONS, _UCX_IN_NIXL, "", tried),
-        _from_system(UCX_LIBRARY, tried),
-    ):
-        return location
-    raise LibraryNotFoundError(
-        f"UCX was not found. Install it with: {_pip_command(UCX_DISTRIBUTIONS, UCX_MINIMUM)} "
-        f"(or set {UCX_VARIABLE} to {UCX_LIBRARY} or its directory). Tried:\n  "
-        + "\n  ".join(tried)
-    )
-
-
-_lock = threading.Lock()
-_loaded: tuple[LibraryLocation, _native.nixl.Library] | None = None
-
-
-def load_nixl() -> _native.nixl.Library:
-    """Open NIXL once and return it.
-
-    Returns
-    -------
-    _native.nixl.Library
-        The same object on every call of a process, whatever the environment says later: a second
-        NIXL in one process would have plugins and loggers of its own.
-
-    Raises
-    ------
-    LibraryNotFoundError
-        As `find_nixl`, or if the dynamic loader cannot open the file.
-    LibraryVersionError
-        If a function is missing or the library is a stub; names library, version and symbol.
-
-    Notes
-    -----
-    Starts no thread and opens no device. Safe from several threads.
-    """
-    global _loaded
+def _open_nixl(path: Path) -> _native.nixl.Library:
     from pynixlkv import _native
 
-    with _lock:
-        if _loaded is None:
-            location = find_nixl()
-            try:
-                library = _native.nixl.Library(location.path)
-            except LibraryNotFoundError as error:
-                about = f"{location.origin} {location.version}".rstrip()
-                raise type(error)(
-                    f"{error} (found through {about}); pynixlkv needs NIXL {NIXL_MINIMUM} or "
-                    f"newer: {_pip_command()}"
-                ) from error
-            _loaded = (location, library)
-        return _loaded[1]
+    return _native.nixl.Library(str(path))
+
+
+def _open_ucx(path: Path) -> _native.ucx.Library:
+    """Open libucp with local symbols, so that it does not mix with another UCX of the process."""
+    from pynixlkv import _native
+
+    if path.name == _UCX_WHEEL_LIBRARIES[-1]:
+        for name in _UCX_WHEEL_LIBRARIES[:-1]:
+            if path.with_name(name).is_file():
+                ctypes.CDLL(str(path.with_name(name)), ctypes.RTLD_LOCAL)
+    return _native.ucx.Library(str(path))
+
+
+NIXL = _Library(
+    "NIXL",
+    "libnixl_capi.so",
+    "1.0.1",
+    (_Wheels(NIXL_DISTRIBUTIONS, "libnixl_capi.so", "1.0.1"),),
+    _open_nixl,
+)
+# The libucx wheels have no InfiniBand; the UCX inside NIXL's and most systems' do.
+UCX = _Library(
+    "UCX",
+    "libucp.so.0",
+    "1.18",
+    (_Wheels(("libucx-cu12", "libucx-cu13"), _UCX_WHEEL_LIBRARIES[-1]), UCX_IN_NIXL),
+    _open_ucx,
+)
+
+# Finding a library only reads files. Loading one starts no thread and opens no device, and returns
+# the same object for the life of the process, whatever the environment says later: a second NIXL
+# would have plugins and loggers of its own.
+find_nixl = NIXL.find
+find_ucx = UCX.find
+load_nixl = NIXL.load
+load_ucx = UCX.load
 
 
 def nixl_version() -> str:
     """Return the version of the NIXL that `load_nixl` opened, ``"unknown"`` if nothing tells it."""
     library = load_nixl()
-    location = _loaded[0] if _loaded is not None else None
-    return (location.version if location is not None else "") or library.version or "unknown"
-
-
-_loaded_ucx: tuple[LibraryLocation, _native.ucx.Library] | None = None
-
-
-def load_ucx() -> _native.ucx.Library:
-    """Open UCX once and return it.
-
-    Returns
-    -------
-    _native.ucx.Library
-        The same object on every call of a process, whatever the environment says later.
-
-    Raises
-    ------
-    LibraryNotFoundError
-        As `find_ucx`, or if the dynamic loader cannot open the file.
-    LibraryVersionError
-        If it is older than UCX 1.18 or a function is missing.
-
-    Notes
-    -----
-    Symbols stay local, so that it meets no other UCX of the process. Starts no thread and opens no
-    device. Safe from several threads.
-    """
-    global _loaded_ucx
-    from pynixlkv import _native
-
-    with _lock:
-        if _loaded_ucx is None:
-            location = find_ucx()
-            path = Path(location.path)
-            try:
-                if path.name == _UCX_WHEEL_LIBRARIES[-1]:
-                    for name in _UCX_WHEEL_LIBRARIES[:-1]:
-                        if path.with_name(name).is_file():
-                            ctypes.CDLL(str(path.with_name(name)), ctypes.RTLD_LOCAL)
-                library = _native.ucx.Library(location.path)
-            except (LibraryNotFoundError, OSError) as error:
-                kind = type(error) if isinstance(error, LibraryNotFoundError) else None
-                about = f"{location.origin} {location.version}".rstrip()
-                raise (kind or LibraryNotFoundError)(
-                    f"{error} (found through {about}); pynixlkv needs UCX {UCX_MINIMUM} or newer: "
-                    + _pip_command(UCX_DISTRIBUTIONS, UCX_MINIMUM)
-                ) from error
-            _loaded_ucx = (location, library)
-        return _loaded_ucx[1]
+    return NIXL.location().version or library.version or "unknown"
 
 
 def _version_of(path: Path) -> str:
-    """Version of the distribution that a file was installed by, empty if none says so."""
+    """Version of the distribution that installed a file, empty if none did."""
     for directory in path.parents:
         if directory.name not in ("site-packages", "dist-packages"):
             continue
@@ -425,7 +304,7 @@ def _loaded_libraries() -> tuple[LoadedLibrary, ...]:
 
 @dataclass(frozen=True)
 class _ProbeResult:
-    """What `pynixlkv._probe` prints."""
+    """The output of `pynixlkv._probe`."""
 
     plugins: tuple[PluginReport, ...]
     ucx_version: str
@@ -433,10 +312,9 @@ class _ProbeResult:
 
 
 def _probe(library: str) -> _ProbeResult:
-    """Ask NIXL and its UCX what works here, in a process of its own.
+    """Ask NIXL and its UCX, in a process of its own, what works here.
 
-    Loading every plugin and opening every device has side effects that the asking process must not
-    have, and a plugin that crashes must not take it down.
+    Loading every plugin and opening every device has side effects, and a plugin can crash.
     """
     import msgspec
 
@@ -476,29 +354,20 @@ def _missing(transports: tuple[str, ...]) -> list[str]:
 
 
 def native_report() -> NativeReport:
-    """Say which native libraries there are and what works with them on this machine.
+    """Report which native libraries there are and what works with them on this machine.
 
-    Returns
-    -------
-    NativeReport
-        Never raises for something that is missing: that is listed in ``missing``.
-
-    Notes
-    -----
-    Blocks for a second or two: a process of its own loads every NIXL plugin and opens every UCX
-    transport. This process only reads files; it loads nothing.
+    Takes a second or two: another process loads every NIXL plugin and opens every UCX transport.
+    This one loads nothing. Libraries that are missing are listed, not raised.
     """
     missing: list[str] = []
-    with _lock:
-        known, known_ucx = _loaded, _loaded_ucx
     nixl = ucx = None
     try:
-        ucx = known_ucx[0] if known_ucx else find_ucx()
+        ucx = UCX.location()
     except LibraryNotFoundError as error:
         missing.append(f"UCX: {error}")
     probed = _ProbeResult((), "", ())
     try:
-        nixl = known[0] if known else find_nixl()
+        nixl = NIXL.location()
         probed = _probe(nixl.path)
     except (LibraryNotFoundError, subprocess.TimeoutExpired, ValueError) as error:
         missing.insert(0, f"NIXL: {error}")

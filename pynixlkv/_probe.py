@@ -1,7 +1,6 @@
-"""Ask one NIXL library what works here; run as ``python -m pynixlkv._probe PATH``.
+"""Report what a NIXL library can do here, as a line of JSON: ``python -m pynixlkv._probe PATH``.
 
-Prints a line of JSON. It is a program of its own since it loads every plugin and opens every UCX
-transport, which the process that asks must not do.
+A program of its own, because it loads every plugin and opens every UCX transport.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _UCP_FEATURE_AM = 1 << 6
 
 
 def probe_plugins(agent: _native.nixl.NativeAgent) -> list[dict[str, object]]:
-    """Load each plugin and return what it declares or why it cannot be loaded."""
+    """Load each plugin; return its declarations, or why it cannot be loaded."""
     plugins: list[dict[str, object]] = []
     for name in agent.get_available_plugins():
         plugin: dict[str, object] = {"name": name, "memory_types": [], "params": {}, "problem": ""}
@@ -40,7 +39,7 @@ def probe_plugins(agent: _native.nixl.NativeAgent) -> list[dict[str, object]]:
 
 
 def why_not(plugin: str) -> str:
-    """Return what the dynamic loader says about a plugin; empty if it can open it."""
+    """Return the dynamic loader's error for a plugin; empty if it can be opened."""
     folders = [
         os.environ.get("NIXL_PLUGIN_DIR", ""),
         *(str(Path(p).parent / "plugins") for p in _mapped_files() if p.endswith("/libnixl.so")),
@@ -56,7 +55,7 @@ def why_not(plugin: str) -> str:
 
 
 def probe_ucx() -> tuple[str, list[str]]:
-    """Return version and transports of the UCX that NIXL's UCX plugin has brought along."""
+    """Return version and transports of the UCX that NIXL's UCX plugin has loaded."""
     paths = [path for path in _mapped_files() if re.search(r"/libucp[^/]*\.so", path)]
     if not paths:
         return "", []
@@ -65,7 +64,7 @@ def probe_ucx() -> tuple[str, list[str]]:
     version = ucp.ucp_get_version_string().decode()
     major, minor, release = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint()
     ucp.ucp_get_version(ctypes.byref(major), ctypes.byref(minor), ctypes.byref(release))
-    # A zeroed parameter block: only the fields of the mask, the first word, are read.
+    # A zeroed parameter block; UCX reads only the fields named in the mask, its first word.
     params = (ctypes.c_uint64 * 64)(_UCP_FEATURES_FIELD, _UCP_FEATURE_RMA | _UCP_FEATURE_AM)
     context = ctypes.c_void_p()
     status = ucp.ucp_init_version(major, minor, ctypes.byref(params), None, ctypes.byref(context))

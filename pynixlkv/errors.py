@@ -1,8 +1,7 @@
 """The exception tree: everything that pynixlkv raises on purpose derives from `PynixlkvError`.
 
 Messages say what failed, on what, what was seen, and what to do about it. Facts that a program may
-want to act on are attributes. Native status codes are turned into exceptions in one place
-(`from_native`), called by both extension modules.
+act on are attributes. `from_native` is the one place where native status codes become exceptions.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class PlanError(ConfigError):
 
 
 class RegistrationError(ConfigError):
-    """Memory whose registration does not allow what was asked."""
+    """Memory whose registration does not allow the operation."""
 
 
 class NotRegisteredError(RegistrationError):
@@ -96,7 +95,7 @@ class DuplicatePeerError(ConfigError):
 
 
 class StateError(PynixlkvError, RuntimeError):
-    """An object asked for something that its state does not allow (never posted, still running)."""
+    """The state of an object does not allow the call (never posted, still running)."""
 
 
 class StalePeerError(StateError):
@@ -112,11 +111,11 @@ class ForkError(ClosedError):
 
 
 class NotStagedError(StateError):
-    """Host blocks that do not hold what their device blocks hold, so they must not be sent."""
+    """Host blocks without the contents of their device blocks, which must not be sent."""
 
 
 class PoolExhausted(PynixlkvError):
-    """A pool had too few free blocks until the deadline; nothing was taken from it."""
+    """A pool had too few free blocks until the deadline, and kept them."""
 
 
 class NativeError(PynixlkvError):
@@ -133,7 +132,7 @@ class NativeError(PynixlkvError):
     call : str
         Name of the native function.
     detail : str
-        What the library or the caller knew beyond the status; may be empty.
+        What was being done, on what; may be empty.
     """
 
     library: str
@@ -164,11 +163,11 @@ class NixlBackendError(NixlError):
 
 
 class NixlStateError(NixlError):
-    """NIXL refused the call in the present state of the object."""
+    """The state of an object of NIXL does not allow the call."""
 
 
 class NixlNotFoundError(NixlError):
-    """NIXL does not know the agent, memory or plugin that was named."""
+    """NIXL does not know the agent, memory or plugin."""
 
 
 class NixlTelemetryError(NixlError):
@@ -191,7 +190,7 @@ class TransferError(PynixlkvError):
     transfer_id : int
         The transfer's number within its agent.
     bytes_done : int
-        Bytes that are known to have arrived; 0 when the engine cannot tell.
+        Bytes known to have arrived; 0 if the agent cannot tell.
     """
 
     peer: str
@@ -212,28 +211,28 @@ class TransferTimeout(TransferError, TimeoutError):
 
 
 class TransferCancelled(TransferError):
-    """A transfer was given up by its owner."""
+    """The owner of a transfer cancelled it."""
 
 
 class PeerLostError(TransferError, ConnectionError):
-    """The connection to the peer is gone; connect again to get a new generation of it."""
+    """The connection to the peer is gone; connecting again makes a new generation of the peer."""
 
 
 class LeaseExpired(TransferError):
-    """The producer no longer held the blocks while they were read; what arrived may be wrong."""
+    """The producer no longer held the blocks during the read; the bytes may be wrong."""
 
 
 class HandshakeError(PynixlkvError):
-    """Two sides could not agree to talk.
+    """Two sides could not connect.
 
     Parameters
     ----------
     message : str
         What did not fit.
     peer : str
-        Name of the other side, as far as it is known.
+        Name of the other side, if known.
     local_version, remote_version : str
-        Versions of the two sides, where the failure is about them.
+        Versions of the two sides, if they are what differs.
     """
 
     peer: str
@@ -250,11 +249,11 @@ class HandshakeError(PynixlkvError):
 
 
 class WireError(HandshakeError, ValueError):
-    """Bytes from outside are damaged, truncated, forged, or not ours; nothing of them was used."""
+    """Bytes from outside are damaged, truncated, forged, or of another program; none were used."""
 
 
 class ProtocolVersionError(HandshakeError):
-    """The other side speaks a wire version that this one does not."""
+    """The other side has another version of a format or library."""
 
 
 class HandshakeTimeout(HandshakeError, TimeoutError):
@@ -262,14 +261,14 @@ class HandshakeTimeout(HandshakeError, TimeoutError):
 
 
 class EngineIdMismatch(HandshakeError):
-    """Another engine than the wanted one answered, for instance a successor on the same port.
+    """The wrong engine answered, for instance a successor on the same port.
 
     Parameters
     ----------
     message : str
         What did not fit.
     wanted, seen : str
-        Engine id that was asked for, and the one that answered.
+        Engine id asked for, and that of the engine that answered.
     peer : str
         As in `HandshakeError`.
     """
@@ -284,14 +283,14 @@ class EngineIdMismatch(HandshakeError):
 
 
 class RankNotFound(HandshakeError):
-    """The engine does not serve a rank that was asked for.
+    """The engine does not serve a requested rank.
 
     Parameters
     ----------
     message : str
-        What is missing.
+        What failed and why.
     missing, available : sequence of (int, int)
-        Pipeline and tensor-parallel rank of those that are missing and of those that are there.
+        Pipeline and tensor-parallel ranks that are missing, and those that exist.
     peer : str
         As in `HandshakeError`.
     """
@@ -313,7 +312,7 @@ class RankNotFound(HandshakeError):
 
 
 class CompatMismatch(HandshakeError):
-    """Two engines are configured differently where they must agree.
+    """Two engines differ in configuration that must agree.
 
     Parameters
     ----------
@@ -393,26 +392,10 @@ _NIXL_KINDS: dict[str, type[NixlError]] = {
 def from_native(
     kind: str, message: str, library: str, status: int, call: str, detail: str
 ) -> PynixlkvError:
-    """Make the exception for a failure that native code reports.
+    """Make the exception for a failure that native code reports; never raises.
 
-    Parameters
-    ----------
-    kind : str
-        The name of a class of this module, or a NIXL status kind (``"backend"``, …).
-    message : str
-        The finished message.
-    library : str
-        Which native library failed, empty if the failure came out of none.
-    status : int
-        The native status code, 0 if there is none.
-    call, detail : str
-        The native function and what was being done; empty unless a native library failed.
-
-    Returns
-    -------
-    PynixlkvError
-        Never raises: an unknown kind becomes a plain `NativeError`, so that a failure cannot get
-        lost on its way up.
+    `kind` is the name of a class of this module, or NIXL's name of a status. `library` is empty
+    unless a native library failed. An unknown kind becomes a plain `NativeError`.
     """
     if library:
         if library == "nixl":

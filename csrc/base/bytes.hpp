@@ -1,5 +1,5 @@
 /// @file
-/// Bytes of a wire format: little-endian, fixed widths, every length checked before it is believed.
+/// Bytes of a wire format: little-endian, fixed widths, every length checked before it is used.
 #pragma once
 
 #include <cstddef>

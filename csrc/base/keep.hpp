@@ -1,13 +1,13 @@
 /// @file
-/// Objects that nobody destroys.
+/// Objects that are never destroyed.
 #pragma once
 
 #include <utility>
 
 namespace pynixlkv {
 
-/// Make an object that lives as long as the process: what static destruction must not end, or what
-/// somebody may still write to.
+/// Make an object that lives as long as the process, beyond static destruction, or because a library
+/// may still write to it.
 template <class T, class... Arguments>
 T& keep_for_ever(Arguments&&... arguments) {
     return *new T{

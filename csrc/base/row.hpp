@@ -1,5 +1,5 @@
 /// @file
-/// The descriptor row that every room passes around: one contiguous range of memory.
+/// The descriptor row that all modules share: one contiguous range of memory.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +17,11 @@ struct Row {
 
     [[nodiscard]] std::string str() const {
         return text("0x", std::hex, address, std::dec, "+", length, " on device ", device);
+    }
+
+    [[nodiscard]] bool contains(const Row& inner) const noexcept {
+        return inner.device == device && inner.address >= address && inner.length <= length &&
+               inner.address - address <= length - inner.length;
     }
 
     friend bool operator==(const Row&, const Row&) = default;

@@ -1,16 +1,14 @@
 /// @file
-/// The UCX owners for pynixlkv/ucx, which checks and converts arguments. Everything that may take a
-/// lock of ours or of the library runs without the GIL.
+/// The UCX owners for pynixlkv/ucx, which checks and converts arguments. Whatever may take a lock,
+/// ours or the library's, runs without the GIL.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include <cstdint>
 #include <cstring>
-#include <deque>
-#include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,7 +19,6 @@
 #include "bindings/py_shared.hpp"
 #include "bindings/py_wait.hpp"
 #include "ucx/batch.hpp"
-#include "ucx/listener.hpp"
 #include "ucx/request.hpp"
 
 namespace pynixlkv::bindings {
@@ -34,10 +31,9 @@ namespace {
 using PyLibrary = Shared<const Library>;
 using PyContext = Shared<Context>;
 using PyMemory = Shared<MemoryHandle>;
+using PyWorker = Shared<Worker>;
 using PyKey = Shared<RemoteKey>;
-using PyListener = Shared<Listener>;
 using PyRequest = Shared<Request>;
-using NoGil = py::call_guard<py::gil_scoped_release>;
 
 template <class Body>
 auto without_gil(Body&& body) {
@@ -45,65 +41,15 @@ auto without_gil(Body&& body) {
     return body();
 }
 
-/// A worker, and the active messages that nobody has taken yet.
-class PyWorker {
-  public:
-    PyWorker(std::shared_ptr<Context> context, bool single_thread)
-        : worker_(without_gil([&] { return Worker::create(std::move(context), single_thread); })) {}
-    PyWorker(PyWorker&&) = delete;
-    ~PyWorker() {
-        const py::gil_scoped_release unlocked;
-        worker_.reset();
-    }
+/// Call a function under the lock of a worker, without the GIL.
+template <class Body>
+auto inside(const Worker& worker, Body&& body) {
+    const py::gil_scoped_release unlocked;
+    const auto lock = worker.enter();
+    return body();
+}
 
-    [[nodiscard]] const std::shared_ptr<Worker>& ptr() const noexcept { return worker_; }
-    Worker* operator->() const noexcept { return worker_.get(); }
-
-    using Messages = std::deque<std::pair<std::string, std::string>>;
-
-    void open_inbox(unsigned id) {
-        const auto inside = worker_->enter();
-        auto& inbox = inboxes_[id];
-        if (!inbox) {
-            inbox = std::make_shared<Messages>();
-            // The handler lives as long as the worker, which endpoints can keep for longer than
-            // this.
-            worker_->on_message(id, [inbox](std::string_view header, std::string_view data) {
-                inbox->emplace_back(header, data);
-            });
-        }
-    }
-
-    py::list take(unsigned id, double timeout) {
-        const std::shared_ptr<Messages> inbox = without_gil([&] {
-            const auto inside = worker_->enter();
-            const auto found = inboxes_.find(id);
-            return found == inboxes_.end() ? nullptr : found->second;
-        });
-        if (!inbox) {
-            throw Error("StateError", text("no inbox is open for active messages of id ", id,
-                                           "; call open_inbox() first"));
-        }
-        Messages messages;
-        wait_in_slices(timeout, [&](TimePoint until) {
-            return worker_->progress_until(until, false, [&] {
-                messages.swap(*inbox);
-                return !messages.empty();
-            });
-        });
-        py::list result;
-        for (const auto& [header, data] : messages) {
-            result.append(py::make_tuple(py::bytes(header), py::bytes(data)));
-        }
-        return result;
-    }
-
-  private:
-    std::shared_ptr<Worker> worker_;
-    std::map<unsigned, std::shared_ptr<Messages>> inboxes_;
-};
-
-/// An endpoint that closes with its Python object, whatever else holds on to it.
+/// An endpoint that closes with its Python object, whatever else refers to it.
 class PyEndpoint {
   public:
     explicit PyEndpoint(std::shared_ptr<Endpoint> endpoint) : endpoint_(std::move(endpoint)) {}
@@ -114,30 +60,37 @@ class PyEndpoint {
         endpoint_.reset();
     }
     [[nodiscard]] const std::shared_ptr<Endpoint>& ptr() const noexcept { return endpoint_; }
+    [[nodiscard]] const Worker& worker() const noexcept { return *endpoint_->worker(); }
     Endpoint* operator->() const noexcept { return endpoint_.get(); }
 
   private:
     std::shared_ptr<Endpoint> endpoint_;
 };
 
-char* at(const MemoryHandle& memory, std::uint64_t offset) {
-    return reinterpret_cast<char*>(memory.address() + offset);  // NOLINT
+/// Wait in slices, see py_wait.hpp.
+/// @throws Error TransferTimeout
+template <class WaitUntil>
+void require_end(double timeout, const char* what, const char* after, WaitUntil wait_until) {
+    if (!wait_in_slices(timeout, wait_until)) {
+        throw Error("TransferTimeout", text(what, " has not ended within ", timeout, " s", after));
+    }
+}
+
+transfer::Op op_of(bool is_get) {
+    return is_get ? transfer::Op::kRead : transfer::Op::kWrite;
 }
 
 PyRequest move(const PyMemory& local, std::uint64_t offset, const PyKey& key, std::uint64_t remote,
                std::uint64_t length, bool is_get) {
     const auto& endpoint = key->endpoint();
-    const auto inside = endpoint->worker()->enter();
-    return PyRequest(Request::start(endpoint, is_get ? "ucp_get_nbx" : "ucp_put_nbx",
-                                    {local.ptr(), key.ptr()}, [&](Completion& completion) {
-                                        if (is_get) {
-                                            endpoint->get(completion, at(*local, offset), length,
-                                                          local->handle(), remote, *key);
-                                        } else {
-                                            endpoint->put(completion, at(*local, offset), length,
-                                                          local->handle(), remote, *key);
-                                        }
-                                    }));
+    return PyRequest(inside(*endpoint->worker(), [&] {
+        return Request::start(endpoint, call_of(op_of(is_get)), {local.ptr(), key.ptr()},
+                              [&](Completion& completion) {
+                                  endpoint->move(completion, op_of(is_get),
+                                                 local->address() + offset, length, local->handle(),
+                                                 remote, *key);
+                              });
+    }));
 }
 
 using PlaceArray = py::array_t<std::uint64_t, py::array::c_style>;
@@ -152,10 +105,9 @@ Shared<Batch> make_batch(const PyMemory& local, const PyKey& key, std::uint64_t 
     if (!places.empty()) {
         std::memcpy(places.data(), array.data(), places.size() * sizeof(Place));
     }
-    return Shared<Batch>(without_gil([&] {
-        const auto inside = key->endpoint()->worker()->enter();
+    return Shared<Batch>(inside(*key->endpoint()->worker(), [&] {
         return std::make_shared<Batch>(local.ptr(), key.ptr(), remote, std::move(places), length,
-                                       is_get, window, is_timed);
+                                       op_of(is_get), window, is_timed);
     }));
 }
 
@@ -171,12 +123,11 @@ void bind_memory(py::module_& m) {
     py::class_<PyContext>(m, "Context")
         .def(py::init([](const PyLibrary& library, const ConfigMap& config) {
                  return PyContext(
-                     without_gil([&] { return Context::create(library.ptr(), config); }));
+                     without_gil([&] { return std::make_shared<Context>(library.ptr(), config); }));
              }),
              py::arg("library"), py::arg("config"))
         .def_property_readonly("config", [](const PyContext& self) { return self->config(); });
 
-    // A writable buffer over the memory; whoever views it keeps it mapped.
     py::class_<PyMemory>(m, "Memory", py::buffer_protocol())
         .def_static(
             "allocate",
@@ -202,41 +153,30 @@ void bind_memory(py::module_& m) {
              [](const PyMemory& self) {
                  return py::bytes(without_gil([&] { return self->pack(); }));
              })
-        .def(
-            "advise",
-            [](const PyMemory& self, std::uint64_t offset, std::uint64_t length, bool will_need) {
-                self->advise(offset, length,
-                             will_need ? capi::kAdviceWillNeed : capi::kAdviceNormal);
-            },
-            py::arg("offset"), py::arg("length"), py::arg("will_need"), NoGil())
         .def_property_readonly("address", [](const PyMemory& self) { return self->address(); })
         .def_property_readonly("nbytes", [](const PyMemory& self) { return self->length(); })
+        // The view holds the object, and with it the mapping.
+        .def("view", [](const py::object& self) { return py::memoryview(self); })
         .def_buffer([](const PyMemory& self) {
-            return py::buffer_info(reinterpret_cast<std::uint8_t*>(at(*self, 0)),
+            // NOLINTNEXTLINE(performance-no-int-to-ptr)
+            return py::buffer_info(reinterpret_cast<std::uint8_t*>(self->address()),
                                    static_cast<py::ssize_t>(self->length()));
         });
 }
 
-void bind_connections(py::module_& m) {
+void bind_worker(py::module_& m) {
     py::class_<PyWorker>(m, "Worker")
-        .def(py::init([](const PyContext& context, bool single_thread) {
-                 return std::make_unique<PyWorker>(context.ptr(), single_thread);
+        .def(py::init([](const PyContext& context) {
+                 return PyWorker(
+                     without_gil([&] { return std::make_shared<Worker>(context.ptr()); }));
              }),
-             py::arg("context"), py::arg("single_thread"))
+             py::arg("context"))
         .def("address",
              [](const PyWorker& self) {
-                 return py::bytes(without_gil([&] {
-                     const auto inside = self->enter();
-                     return self->address();
-                 }));
+                 return py::bytes(inside(*self, [&] { return self->address(); }));
              })
-        .def(
-            "progress",
-            [](const PyWorker& self) {
-                const auto inside = self->enter();
-                return self->progress();
-            },
-            NoGil())
+        .def("progress",
+             [](const PyWorker& self) { return inside(*self, [&] { return self->progress(); }); })
         .def(
             "spin",
             [](const PyWorker& self, double seconds) {
@@ -245,194 +185,125 @@ void bind_connections(py::module_& m) {
                 });
             },
             py::arg("seconds"))
-        .def(
-            "arm",
-            [](const PyWorker& self) {
-                const auto inside = self->enter();
-                return self->arm();
-            },
-            NoGil())
-        .def(
-            "signal", [](const PyWorker& self) { self->signal(); }, NoGil())
-        .def_property_readonly("event_fd", [](const PyWorker& self) { return self->event_fd(); })
-        .def("open_inbox", &PyWorker::open_inbox, py::arg("id"), NoGil())
-        .def("take", &PyWorker::take, py::arg("id"), py::arg("timeout"));
+        .def("arm", [](const PyWorker& self) { return inside(*self, [&] { return self->arm(); }); })
+        .def_property_readonly("event_fd", [](const PyWorker& self) { return self->event_fd(); });
+}
 
-    py::class_<PyRequest>(m, "Request")
-        .def_property_readonly("is_done",
-                               [](const PyRequest& self) {
-                                   return without_gil([&] {
-                                       const auto inside = self->endpoint()->worker()->enter();
-                                       return self->is_done();
-                                   });
-                               })
+void bind_connections(py::module_& m) {
+    py::class_<PyRequest>(m, "Request", R"(A get, put or flush in flight.
+
+When it is dropped before it has ended, it goes on, and its memory stays mapped until then.)")
         .def(
-            "cancel",
+            "poll",
             [](const PyRequest& self) {
-                const auto inside = self->endpoint()->worker()->enter();
-                self->cancel();
+                Worker& worker = *self->endpoint()->worker();
+                return inside(worker, [&] {
+                    worker.progress();
+                    return self->check();
+                });
             },
-            NoGil())
-        .def(
-            "check",
-            [](const PyRequest& self) {
-                const auto inside = self->endpoint()->worker()->enter();
-                return self->check();
-            },
-            NoGil())
+            "Progress the worker; return whether the request is complete. Raises as `wait`.")
         .def(
             "wait",
             [](const PyRequest& self, double timeout, bool spin) {
-                return wait_in_slices(timeout, [&](TimePoint until) {
+                require_end(timeout, "the UCX request", "; it goes on", [&](TimePoint until) {
                     return self->endpoint()->worker()->progress_until(
                         until, spin, [&] { return self->check(); });
                 });
             },
-            py::arg("timeout"), py::arg("spin"));
+            py::arg("timeout") = 30.0, py::kw_only(), py::arg("spin") = false,
+            R"(Wait until the request is complete, for at most `timeout` seconds.
 
-    py::class_<PyEndpoint, std::shared_ptr<PyEndpoint>>(m, "Endpoint")
-        .def(py::init([](const PyWorker& worker, const std::string& address, bool error_handling) {
-                 return std::make_shared<PyEndpoint>(without_gil([&] {
-                     const auto inside = worker->enter();
-                     return Endpoint::create(worker.ptr(), address,
-                                             error_handling ? capi::kErrorPeer : capi::kErrorNone);
+With `spin`, poll without a pause for the lowest latency instead of sleeping on events. Raises
+`TransferTimeout` if it is not complete in time, and `UcxError` if it has failed.)");
+
+    py::class_<PyEndpoint>(m, "Endpoint")
+        .def(py::init([](const PyWorker& worker, const Bytes& address, bool error_handling) {
+                 return std::make_unique<PyEndpoint>(inside(*worker, [&] {
+                     return std::make_shared<Endpoint>(
+                         worker.ptr(), address.value,
+                         error_handling ? capi::kErrorPeer : capi::kErrorNone);
                  }));
              }),
              py::arg("worker"), py::arg("address"), py::arg("error_handling"))
-        .def_static(
-            "connect",
-            [](const PyWorker& worker, const std::string& ip, std::uint16_t port) {
-                return std::make_shared<PyEndpoint>(without_gil([&] {
-                    const auto inside = worker->enter();
-                    return Endpoint::connect(worker.ptr(), SocketAddress(ip, port));
-                }));
-            },
-            py::arg("worker"), py::arg("ip"), py::arg("port"))
-        .def(
-            "flush",
-            [](const PyEndpoint& self) {
-                const auto inside = self->worker()->enter();
-                return PyRequest(
-                    Request::start(self.ptr(), "ucp_ep_flush_nbx", {},
-                                   [&](Completion& completion) { self->flush(completion); }));
-            },
-            NoGil())
-        .def(
-            "send",
-            [](const PyEndpoint& self, unsigned id, const std::string& header, std::string data) {
-                const auto inside = self->worker()->enter();
-                const auto kept = std::make_shared<const std::string>(std::move(data));
-                return PyRequest(Request::start(
-                    self.ptr(), "ucp_am_send_nbx", {kept},
-                    [&](Completion& completion) { self->send(completion, id, header, *kept); }));
-            },
-            py::arg("id"), py::arg("header"), py::arg("data"), NoGil())
-        .def(
-            "close",
-            [](const PyEndpoint& self) {
-                const auto inside = self->worker()->enter();
-                self->close();
-            },
-            NoGil())
-        .def_property_readonly("failure",
-                               [](const PyEndpoint& self) {
-                                   const auto failure = without_gil([&] {
-                                       const auto inside = self->worker()->enter();
-                                       return self->failure();
-                                   });
-                                   return failure ? status_name(*failure) : std::string();
-                               })
-        .def_property_readonly("num_parked", [](const PyEndpoint& self) {
-            return without_gil([&] {
-                const auto inside = self->worker()->enter();
-                return self->num_parked();
-            });
+        .def("flush",
+             [](const PyEndpoint& self) {
+                 return PyRequest(inside(self.worker(), [&] {
+                     return Request::start(
+                         self.ptr(), "ucp_ep_flush_nbx", {},
+                         [&](Completion& completion) { self->flush(completion); });
+                 }));
+             })
+        .def("close", [](const PyEndpoint& self) { inside(self.worker(), [&] { self->close(); }); })
+        .def_property_readonly("failure", [](const PyEndpoint& self) {
+            const auto failure = inside(self.worker(), [&] { return self->failure(); });
+            return failure ? status_name(*failure) : std::string();
         });
 
-    py::class_<PyListener>(m, "Listener")
-        .def(py::init([](const PyWorker& worker, const std::string& ip, std::uint16_t port) {
-                 return PyListener(without_gil([&] {
-                     const auto inside = worker->enter();
-                     return Listener::create(worker.ptr(), SocketAddress(ip, port));
-                 }));
-             }),
-             py::arg("worker"), py::arg("ip"), py::arg("port"))
-        .def_property_readonly("port", [](const PyListener& self) { return self->port(); })
-        .def(
-            "accept",
-            [](const PyListener& self, double timeout) {
-                std::shared_ptr<Endpoint> accepted;
-                wait_in_slices(timeout, [&](TimePoint until) {
-                    return self->worker()->progress_until(until, false, [&] {
-                        accepted = self->accept();
-                        return accepted != nullptr;
-                    });
-                });
-                return accepted ? std::optional(std::make_shared<PyEndpoint>(std::move(accepted)))
-                                : std::nullopt;
-            },
-            py::arg("timeout"))
-        .def(
-            "close",
-            [](const PyListener& self) {
-                const auto inside = self->worker()->enter();
-                self->close();
-            },
-            NoGil());
-
     py::class_<PyKey>(m, "RemoteKey")
-        .def(py::init([](const PyEndpoint& endpoint, const std::string& packed) {
-                 return PyKey(without_gil([&] {
-                     const auto inside = endpoint->worker()->enter();
-                     return std::make_shared<RemoteKey>(endpoint.ptr(), packed);
+        .def(py::init([](const PyEndpoint& endpoint, const Bytes& packed) {
+                 return PyKey(inside(endpoint.worker(), [&] {
+                     return std::make_shared<RemoteKey>(endpoint.ptr(), packed.value);
                  }));
              }),
              py::arg("endpoint"), py::arg("packed"))
         .def(
             "is_direct",
             [](const PyKey& self, std::uint64_t address) {
-                return without_gil([&] {
-                    const auto inside = self->endpoint()->worker()->enter();
-                    return self->pointer(address) != nullptr;
-                });
+                return inside(*self->endpoint()->worker(),
+                              [&] { return self->pointer(address) != nullptr; });
             },
             py::arg("address"));
 
-    py::class_<Shared<Batch>>(m, "Batch")
+    py::class_<Shared<Batch>>(m, "Batch", "Pieces that move as one.")
         .def(py::init(&make_batch), py::arg("local"), py::arg("key"), py::arg("remote"),
              py::arg("places"), py::arg("length"), py::arg("is_get"), py::arg("window"),
              py::arg("is_timed"))
-        .def("times",
-             [](const Shared<Batch>& self) {
-                 const auto& times = self->times();
-                 return py::array_t<std::int64_t>(static_cast<py::ssize_t>(times.size()),
-                                                  times.data());
-             })
+        .def_property_readonly(
+            "piece_times",
+            [](const Shared<Batch>& self) {
+                const auto& times = self->times();
+                py::array_t<double> seconds(
+                    static_cast<py::ssize_t>(times.empty() ? 0 : times.size() - 1));
+                for (py::ssize_t i = 0; i < seconds.size(); ++i) {
+                    const auto at = static_cast<std::size_t>(i);
+                    seconds.mutable_at(i) = static_cast<double>(times[at + 1] - times[at]) * 1e-9;
+                }
+                return seconds;
+            },
+            R"(Seconds from the post of each piece to that of the next, or to the end; if timed.
+
+With a window of 1 each is the duration of its piece.)")
         .def(
             "wait",
             [](const Shared<Batch>& self, double timeout, bool spin) {
-                return wait_in_slices(timeout, [&](TimePoint until) {
+                require_end(timeout, "the UCX batch", "", [&](TimePoint until) {
                     return self->worker().progress_until(until, spin,
                                                          [&] { return self->advance(); });
                 });
             },
-            py::arg("timeout"), py::arg("spin"));
+            py::arg("timeout") = 30.0, py::kw_only(), py::arg("spin") = false,
+            R"(Move the pieces and wait for the last; of puts, until they are complete at the peer.
+
+As `Request.wait`. After a timeout, call it again to go on; after a failure, no more are posted.)");
 
     m.def("move", &move, py::arg("local"), py::arg("offset"), py::arg("key"), py::arg("remote"),
-          py::arg("length"), py::arg("is_get"), NoGil());
+          py::arg("length"), py::arg("is_get"));
 }
 
 }  // namespace
 
 void bind_ucx(py::module_ m) {
     bind_memory(m);
+    bind_worker(m);
     bind_connections(m);
-    // The one table of status codes, for those who want to list it: (code, name, kind).
-    py::list table;
-    for (const StatusInfo& info : kStatusTable) {
-        table.append(py::make_tuple(static_cast<int>(info.status), info.name, info.kind));
-    }
-    m.attr("STATUS_TABLE") = py::tuple(table);
+    m.def("status_table", [] {
+        py::typing::List<py::typing::Tuple<py::int_, py::str, py::str>> table;
+        for (const StatusInfo& info : kStatusTable) {
+            table.append(py::make_tuple(info.status, info.name, info.kind));
+        }
+        return table;
+    });
 }
 
 }  // namespace pynixlkv::bindings

@@ -47,7 +47,7 @@ std::string type_name(const py::object& source) {
 
 }  // namespace
 
-Buffer::Buffer(const py::object& source) {
+ArrayMemory::ArrayMemory(const py::object& source) {
     // torch tensors first: they speak DLPack too, but not for every dtype.
     if (py::hasattr(source, "data_ptr") && py::hasattr(source, "is_contiguous")) {
         take_tensor(source);
@@ -63,13 +63,13 @@ Buffer::Buffer(const py::object& source) {
     }
 }
 
-Buffer::~Buffer() {
+ArrayMemory::~ArrayMemory() {
     if (view_.obj != nullptr) {
         PyBuffer_Release(&view_);
     }
 }
 
-void Buffer::set_device(const std::string& type, std::int64_t index) {
+void ArrayMemory::set_device(const std::string& type, std::int64_t index) {
     if (type == "cpu") {
         return;
     }
@@ -81,7 +81,7 @@ void Buffer::set_device(const std::string& type, std::int64_t index) {
     device_ = static_cast<std::uint64_t>(index);
 }
 
-void Buffer::take_tensor(const py::object& source) {
+void ArrayMemory::take_tensor(const py::object& source) {
     if (!source.attr("is_contiguous")().cast<bool>()) {
         fail(source, text("it is not contiguous (shape ",
                           py::str(py::list(source.attr("shape"))).cast<std::string>(), ", strides ",
@@ -98,7 +98,7 @@ void Buffer::take_tensor(const py::object& source) {
     keepalive_ = source;
 }
 
-void Buffer::take_buffer(const py::object& source) {
+void ArrayMemory::take_buffer(const py::object& source) {
     if (PyObject_GetBuffer(source.ptr(), &view_, PyBUF_STRIDES) != 0) {
         throw py::error_already_set();
     }
@@ -114,7 +114,7 @@ void Buffer::take_buffer(const py::object& source) {
                                : "it is not contiguous; register the array that it is a view of");
 }
 
-void Buffer::take_dlpack(const py::object& source) {
+void ArrayMemory::take_dlpack(const py::object& source) {
     const auto device = source.attr("__dlpack_device__")().cast<std::pair<std::int32_t, int>>();
     if (device.first == dlpack::kCuda) {
         set_device("cuda", device.second);
@@ -142,12 +142,12 @@ void Buffer::take_dlpack(const py::object& source) {
 }
 
 void bind_buffer(py::module_ m) {
-    py::class_<Buffer>(m, "Buffer")
+    py::class_<ArrayMemory>(m, "ArrayMemory")
         .def(py::init<const py::object&>(), py::arg("source"))
-        .def_property_readonly("address", &Buffer::address)
-        .def_property_readonly("nbytes", &Buffer::num_bytes)
-        .def_property_readonly("memory", &Buffer::memory)
-        .def_property_readonly("device", &Buffer::device);
+        .def_property_readonly("address", &ArrayMemory::address)
+        .def_property_readonly("nbytes", &ArrayMemory::num_bytes)
+        .def_property_readonly("memory", &ArrayMemory::memory)
+        .def_property_readonly("device", &ArrayMemory::device);
 }
 
 }  // namespace pynixlkv::bindings

@@ -1,6 +1,5 @@
 /// @file
-/// Memory of Python objects: numpy arrays and everything else with the buffer protocol, torch
-/// tensors, and whatever speaks DLPack.
+/// Memory of Python objects: the buffer protocol (numpy arrays), torch tensors, DLPack.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,14 +10,14 @@
 namespace pynixlkv::bindings {
 
 /// The memory of an array or tensor, kept alive and in place.
-class Buffer {
+class ArrayMemory {
   public:
     /// @throws Error ConfigError for an object without memory, read-only or empty memory, and
     /// memory that is not contiguous or on a device that we do not know
-    explicit Buffer(const pybind11::object& source);
-    Buffer(const Buffer&) = delete;
-    Buffer& operator=(const Buffer&) = delete;
-    ~Buffer();
+    explicit ArrayMemory(const pybind11::object& source);
+    ArrayMemory(const ArrayMemory&) = delete;
+    ArrayMemory& operator=(const ArrayMemory&) = delete;
+    ~ArrayMemory();
 
     [[nodiscard]] std::uint64_t address() const noexcept { return address_; }
     [[nodiscard]] std::uint64_t num_bytes() const noexcept { return num_bytes_; }

@@ -10,8 +10,8 @@
 
 namespace pynixlkv::bindings {
 
-/// What a Python object holds of a native owner. The owner is let go without the GIL, since freeing
-/// it can need a lock that another thread holds while it waits for the GIL.
+/// A native owner inside a Python object. It is released without the GIL, because its destructor
+/// can need a lock that another thread holds while it waits for the GIL.
 template <class T>
 class Shared {
   public:
@@ -81,7 +81,7 @@ struct Bytes {
     std::string value;
 };
 
-/// Names come from other processes: whatever bytes they hold, they must not make a call fail.
+/// A name as str. Names come from other processes: undecodable bytes must not make a call fail.
 inline pybind11::str name_of(const std::string& name) {
     PyObject* decoded =
         PyUnicode_DecodeUTF8(name.data(), static_cast<Py_ssize_t>(name.size()), "surrogateescape");

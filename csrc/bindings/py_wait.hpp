@@ -9,7 +9,7 @@
 
 namespace pynixlkv::bindings {
 
-/// Longest stretch that a wait spends without looking for signals such as Ctrl-C.
+/// Longest wait between two checks for signals such as Ctrl-C.
 inline constexpr auto kSignalCheck = std::chrono::milliseconds(50);
 
 /// Seconds as a duration: "for ever" becomes decades, which the clock can still add to now; a
@@ -25,7 +25,7 @@ inline std::chrono::steady_clock::time_point after(double seconds) {
 }
 
 /// Wait in slices without the GIL.
-/// @param wait_until waits until a time and tells whether what is waited for has come
+/// @param wait_until waits until a time and returns whether its condition holds
 template <class F>
 bool wait_in_slices(double seconds, F wait_until) {
     const auto until = after(seconds);

@@ -6,13 +6,13 @@
 
 #include <exception>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "base/error.hpp"
 #include "base/keep.hpp"
 #include "transfer/loop.hpp"
 #include "transfer/pairs.hpp"
-#include "transfer/shared.hpp"
 
 namespace pynixlkv::transfer {
 
@@ -40,7 +40,7 @@ class SignalsBlocked {
 }  // namespace
 
 Agent::Agent(std::string name, const DriverFactory& factory, const AgentOptions& options)
-    : shared_(std::make_shared<Shared>(std::move(name), options)), pid_(::getpid()) {
+    : shared_(std::make_shared<SharedState>(std::move(name), options)), pid_(::getpid()) {
     auto started = std::make_shared<std::promise<void>>();
     auto ready = started->get_future();
     std::promise<bool> exited;
@@ -68,7 +68,7 @@ Agent::Agent(std::string name, const DriverFactory& factory, const AgentOptions&
 Agent::~Agent() {
     if (::getpid() != pid_) {
         // The thread does not exist in a forked child, and its locks may be held for ever.
-        keep_for_ever<std::shared_ptr<Shared>>(std::move(shared_));
+        keep_for_ever<std::shared_ptr<SharedState>>(std::move(shared_));
         return;
     }
     shared_->queue.close();
@@ -248,7 +248,7 @@ bool Agent::is_closed() const noexcept {
 
 void Agent::stop(TimePoint until) {
     check_usable();
-    shared_->queue.stop();
+    shared_->queue.close(true);
     (void)exited_.wait_until(until);
 }
 

@@ -8,7 +8,7 @@
 
 namespace pynixlkv::transfer {
 
-/// A descriptor that a thread can sleep on and others can write to.
+/// An eventfd: a thread sleeps on it, others wake that thread.
 class EventFd {
   public:
     /// @throws Error("StateError") when the process is out of descriptors

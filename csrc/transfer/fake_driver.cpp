@@ -29,16 +29,12 @@ struct FakePrepared final : Prepared {
     const std::vector<Row> remote;
 };
 
-/// Registration is undone by whoever made it, through the network.
-class FakeRegistered final : public Registered {
-  public:
-    explicit FakeRegistered(std::function<void()> undo) : undo_(std::move(undo)) {}
+struct FakeRegistered final : Registered {
+    explicit FakeRegistered(std::function<void()> deregister) : undo(std::move(deregister)) {}
     FakeRegistered(const FakeRegistered&) = delete;
     FakeRegistered& operator=(const FakeRegistered&) = delete;
-    ~FakeRegistered() override { undo_(); }
-
-  private:
-    std::function<void()> undo_;
+    ~FakeRegistered() override { undo(); }
+    const std::function<void()> undo;
 };
 
 }  // namespace
@@ -86,7 +82,7 @@ class FakeXfer final : public NativeXfer {
     bool poll() override {
         const std::lock_guard lock(network_->mutex_);
         auto* peer = network_->find(name_, token_);
-        // A killed agent moves nothing any more, neither way.
+        // A killed agent moves nothing, in either direction.
         if (peer == nullptr || network_->find(owner_name_, owner_token_) == nullptr) {
             throw ConnectionLost(fake_error("poll", "the connection to '" + name_ + "' broke"));
         }
@@ -114,8 +110,7 @@ class FakeXfer final : public NativeXfer {
     TimePoint ready_{};
 };
 
-// ---------------------------------------------------------------------------------------------
-// FakeNetwork
+// ---- FakeNetwork
 
 FakeNetwork::Endpoint& FakeNetwork::at(const std::string& name) {
     const auto it = endpoints_.find(name);
@@ -133,38 +128,7 @@ FakeNetwork::Endpoint* FakeNetwork::find(const std::string& name, std::uint64_t 
     return &it->second;
 }
 
-void FakeNetwork::set_delay(const std::string& name, Clock::duration delay) {
-    const std::lock_guard lock(mutex_);
-    at(name).delay = delay;
-}
-
-void FakeNetwork::pause(const std::string& name) {
-    const std::lock_guard lock(mutex_);
-    at(name).paused = true;
-}
-
-void FakeNetwork::resume(const std::string& name) {
-    const std::lock_guard lock(mutex_);
-    at(name).paused = false;
-}
-
-void FakeNetwork::kill(const std::string& name) {
-    const std::lock_guard lock(mutex_);
-    at(name).killed = true;
-}
-
-void FakeNetwork::fail_next(const std::string& name, std::size_t count) {
-    const std::lock_guard lock(mutex_);
-    at(name).failures = count;
-}
-
-void FakeNetwork::drop_notifications(const std::string& name, std::size_t count) {
-    const std::lock_guard lock(mutex_);
-    at(name).drops = count;
-}
-
-// ---------------------------------------------------------------------------------------------
-// FakeDriver
+// ---- FakeDriver
 
 FakeDriver::FakeDriver(std::string name, std::shared_ptr<FakeNetwork> network)
     : name_(std::move(name)), network_(std::move(network)) {

@@ -1,7 +1,6 @@
 /// @file
-/// A driver without a library: agents of one process that move real bytes with memcpy, keep to
-/// registration bounds, and fail on demand. What the real libraries cannot do on demand is tested
-/// with it.
+/// A driver without a library: agents of one process that move real bytes with memcpy, respect the
+/// bounds of registered memory, and fail on demand.
 #pragma once
 
 #include <cstdint>
@@ -17,20 +16,27 @@
 
 namespace pynixlkv::transfer {
 
-/// The agents that can reach each other, and the faults injected between them. Thread-safe.
+/// The agents that can reach each other, and the faults injected between them. Thread-safe. Every
+/// function that names an agent throws Error("UnknownPeerError") if there is none of that name.
 class FakeNetwork {
   public:
     /// Operations to the agent take this long. The first half of each batch moves at once.
-    void set_delay(const std::string& name, Clock::duration delay);
+    void set_delay(const std::string& agent, Clock::duration delay) {
+        set(agent, &Endpoint::delay, delay);
+    }
     /// Operations to the agent stay pending until resume(), as with a stopped process.
-    void pause(const std::string& name);
-    void resume(const std::string& name);
+    void pause(const std::string& agent) { set(agent, &Endpoint::paused, true); }
+    void resume(const std::string& agent) { set(agent, &Endpoint::paused, false); }
     /// Connections to the agent break, now and for as long as this incarnation lives.
-    void kill(const std::string& name);
+    void kill(const std::string& agent) { set(agent, &Endpoint::killed, true); }
     /// The next operations to the agent end with a library error.
-    void fail_next(const std::string& name, std::size_t count);
+    void fail_next(const std::string& agent, std::size_t count) {
+        set(agent, &Endpoint::failures, count);
+    }
     /// The next notifications to the agent get lost on the way.
-    void drop_notifications(const std::string& name, std::size_t count);
+    void drop_notifications(const std::string& agent, std::size_t count) {
+        set(agent, &Endpoint::drops, count);
+    }
 
   private:
     friend class FakeDriver;
@@ -47,7 +53,11 @@ class FakeNetwork {
         std::size_t drops = 0;
     };
 
-    /// @throws Error("UnknownPeerError") when no such agent exists
+    template <class T>
+    void set(const std::string& agent, T Endpoint::* member, T value) {
+        const std::lock_guard lock(mutex_);
+        at(agent).*member = value;
+    }
     Endpoint& at(const std::string& name);
     /// The endpoint if this incarnation of it can still be reached, else nullptr.
     Endpoint* find(const std::string& name, std::uint64_t token);

@@ -50,7 +50,7 @@ std::string describe(const Active& a) {
 
 /// The transfer can no longer move any byte: its memory and its peer are free of it.
 void let_go(Active& a) {
-    a.uses.end();
+    a.uses.clear();
     --a.link->unquiet;
 }
 

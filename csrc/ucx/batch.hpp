@@ -12,42 +12,40 @@
 
 namespace pynixlkv::ucx {
 
-/// Where a piece is, as offsets from the first bytes of both memories.
+/// Offsets of a piece from the first bytes of both memories.
 struct Place {
     std::uint64_t local;
     std::uint64_t remote;
 };
 
-/// Posts its pieces in order, a limited number under way at a time. Externally synchronised, see
-/// Worker. Dropped before its end it posts nothing more; what is under way lives on at the
-/// endpoint.
+/// Posts its pieces in order, with a limited number in flight. Externally synchronised, see Worker.
+/// Dropped before its end it posts nothing more; the pieces in flight live on at the endpoint.
 class Batch {
   public:
     /// @param remote address at the peer from which the offsets count
-    /// @param window most pieces under way at a time, at least 1
-    /// @param is_timed whether to note when each piece is posted
+    /// @param window most pieces in flight at a time, at least 1
+    /// @param is_timed whether to record when each piece is posted
     Batch(const std::shared_ptr<MemoryHandle>& local, std::shared_ptr<RemoteKey> key,
-          std::uint64_t remote, std::vector<Place> places, std::uint64_t length, bool is_get,
+          std::uint64_t remote, std::vector<Place> places, std::uint64_t length, transfer::Op op,
           std::size_t window, bool is_timed)
         : local_(local),
           key_(std::move(key)),
           remote_(remote),
           places_(std::move(places)),
           length_(length),
-          is_get_(is_get),
+          op_(op),
           window_(window),
           is_timed_(is_timed),
-          request_(Request::start(key_->endpoint(), is_get ? "ucp_get_nbx" : "ucp_put_nbx",
-                                  {local_, key_},
+          request_(Request::start(key_->endpoint(), call_of(op), {local_, key_},
                                   [this](Completion& completion) { completion_ = &completion; })) {}
 
-    /// When each piece was posted, and when all had ended, in nanoseconds of the steady clock.
+    /// When each piece was posted and when all had ended, in nanoseconds of the steady clock.
     [[nodiscard]] const std::vector<std::int64_t>& times() const noexcept { return times_; }
     [[nodiscard]] Worker& worker() const noexcept { return *key_->endpoint()->worker(); }
 
-    /// Post what the window has room for.
+    /// Fill the window.
     /// @return whether all bytes have moved and, of puts, are at the peer
-    /// @throws UcxError once something has failed and nothing is under way any more
+    /// @throws UcxError once a piece has failed and none is in flight
     [[nodiscard]] bool advance() {
         Endpoint& endpoint = *key_->endpoint();
         for (; next_ < places_.size() && completion_->pending() < window_ &&
@@ -55,15 +53,8 @@ class Batch {
              ++next_) {
             note_time();
             const Place& place = places_[next_];
-            // NOLINTNEXTLINE(performance-no-int-to-ptr)
-            auto* local = reinterpret_cast<char*>(local_->address() + place.local);
-            if (is_get_) {
-                endpoint.get(*completion_, local, length_, local_->handle(), remote_ + place.remote,
-                             *key_);
-            } else {
-                endpoint.put(*completion_, local, length_, local_->handle(), remote_ + place.remote,
-                             *key_);
-            }
+            endpoint.move(*completion_, op_, local_->address() + place.local, length_,
+                          local_->handle(), remote_ + place.remote, *key_);
         }
         if (!request_->check() || next_ < places_.size()) {
             return false;
@@ -71,7 +62,7 @@ class Batch {
         if (times_.size() == places_.size()) {
             note_time();
         }
-        if (!is_get_ && !is_flushed_) {
+        if (op_ == transfer::Op::kWrite && !is_flushed_) {
             is_flushed_ = true;
             endpoint.flush(*completion_);
             return request_->check();
@@ -93,7 +84,7 @@ class Batch {
     const std::uint64_t remote_;
     const std::vector<Place> places_;
     const std::uint64_t length_;
-    const bool is_get_;
+    const transfer::Op op_;
     const std::size_t window_;
     const bool is_timed_;
     Completion* completion_ = nullptr;  // of the request

@@ -1,8 +1,7 @@
 /// @file
-/// Our own declarations of what we use of UCP's C interface, resolved at run time. UCX only ever
-/// adds to the ends of its structures and reads a field only if its bit is set in the mask, so a
-/// structure need not reach beyond the last field that we use. A test compares all of it with UCX's
-/// headers.
+/// The part of UCP's C interface that we use, declared by ourselves and resolved at run time. UCX
+/// only adds to the ends of its structures and reads a field only if its bit is set in the mask, so
+/// a structure may end with the last field that we use. A test compares it all with UCX's headers.
 #pragma once
 
 #include <sys/socket.h>
@@ -18,16 +17,14 @@ namespace pynixlkv::ucx::capi {
 using Address = struct AddressOpaque*;
 using Config = struct ConfigOpaque*;
 using Context = struct ContextOpaque*;
-using ConnectionRequest = struct ConnectionRequestOpaque*;
 using Endpoint = struct EndpointOpaque*;
-using Listener = struct ListenerOpaque*;
 using Memory = struct MemoryOpaque*;
 using RemoteKey = struct RemoteKeyOpaque*;
 using Worker = struct WorkerOpaque*;
 /// Null (done), an encoded failure, or a request: see request.hpp.
 using StatusPointer = void*;
 
-/// The interface version that we are written against; a library may be newer.
+/// The oldest interface version that has all of this.
 inline constexpr unsigned kApiMajor = 1;
 inline constexpr unsigned kApiMinor = 18;
 
@@ -58,7 +55,7 @@ struct ContextAttr {
     std::size_t device_counter_size;
 };
 
-enum ThreadMode : int { kThreadSingle = 0, kThreadSerialized = 1 };
+enum ThreadMode : int { kThreadSerialized = 1 };
 
 struct WorkerParams {
     enum Mask : std::uint64_t { kThreadMode = 1U << 0U };
@@ -66,33 +63,20 @@ struct WorkerParams {
     int thread_mode;
 };
 
-/// Whether UCX looks after the health of a connection; both sides need the same.
+/// Whether UCX monitors a connection; both sides need the same.
 enum ErrorMode : int { kErrorNone = 0, kErrorPeer = 1 };
-
-struct SocketAddress {
-    const sockaddr* address;
-    socklen_t length;
-};
 
 struct EndpointParams {
     enum Mask : std::uint64_t {
         kRemoteAddress = 1U << 0U,
         kErrorMode = 1U << 1U,
         kErrorHandler = 1U << 2U,
-        kSocketAddress = 1U << 4U,
-        kFlags = 1U << 5U,
-        kConnectionRequest = 1U << 6U,
     };
-    static constexpr unsigned kClientServer = 1U << 0U;
     std::uint64_t mask;
     const void* address;
     int error_mode;
     void (*error_handler)(void* argument, Endpoint, Status);
     void* error_argument;
-    void* user_data;
-    unsigned flags;
-    SocketAddress socket_address;
-    ConnectionRequest connection_request;
 };
 
 struct Transport {
@@ -107,28 +91,12 @@ struct EndpointAttr {
     sockaddr_storage local;
     sockaddr_storage remote;
     Transport* transports;
-    unsigned num_transports;  ///< room for so many; then, how many there are
+    unsigned num_transports;  ///< capacity; then, number of transports
     std::size_t transport_bytes;
     void* user_data;
 };
 
 inline constexpr std::uint32_t kCloseForce = 1U << 0U;
-
-struct ListenerParams {
-    enum Mask : std::uint64_t { kSocketAddress = 1U << 0U, kOnRequest = 1U << 2U };
-    std::uint64_t mask;
-    SocketAddress socket_address;
-    void (*on_endpoint)(Endpoint, void* argument);
-    void* endpoint_argument;
-    void (*on_request)(ConnectionRequest, void* argument);
-    void* request_argument;
-};
-
-struct ListenerAttr {
-    enum Mask : std::uint64_t { kSocketAddress = 1U << 0U };
-    std::uint64_t mask;
-    sockaddr_storage socket_address;
-};
 
 struct MemoryParams {
     enum Mask : std::uint64_t {
@@ -151,16 +119,6 @@ struct MemoryAttr {
     std::uint64_t mask;
     void* address;
     std::size_t length;
-};
-
-enum Advice : int { kAdviceNormal = 0, kAdviceWillNeed = 1 };
-
-struct AdviseParams {
-    enum Mask : std::uint64_t { kAddress = 1U << 0U, kLength = 1U << 1U, kAdvice = 1U << 2U };
-    std::uint64_t mask;
-    void* address;
-    std::size_t length;
-    int advice;
 };
 
 enum MemoryType : int { kMemoryHost = 0, kMemoryCuda = 1 };
@@ -229,20 +187,14 @@ struct AmHandler {
     X(unsigned, worker_progress, (Worker))                                                       \
     X(Status, worker_get_efd, (Worker, int* out))                                                \
     X(Status, worker_arm, (Worker))                                                              \
-    X(Status, worker_signal, (Worker))                                                           \
     X(Status, worker_set_am_recv_handler, (Worker, const AmHandler*))                            \
     X(Status, ep_create, (Worker, const EndpointParams*, Endpoint* out))                         \
     X(Status, ep_query, (Endpoint, EndpointAttr*))                                               \
     X(StatusPointer, ep_close_nbx, (Endpoint, const RequestParams*))                             \
     X(StatusPointer, ep_flush_nbx, (Endpoint, const RequestParams*))                             \
-    X(Status, listener_create, (Worker, const ListenerParams*, Listener* out))                   \
-    X(Status, listener_query, (Listener, ListenerAttr*))                                         \
-    X(Status, listener_reject, (Listener, ConnectionRequest))                                    \
-    X(void, listener_destroy, (Listener))                                                        \
     X(Status, mem_map, (Context, const MemoryParams*, Memory* out))                              \
     X(Status, mem_unmap, (Context, Memory))                                                      \
     X(Status, mem_query, (Memory, MemoryAttr*))                                                  \
-    X(Status, mem_advise, (Context, Memory, AdviseParams*))                                      \
     X(Status, rkey_pack, (Context, Memory, void** out, std::size_t* length))                     \
     X(void, rkey_buffer_release, (void*))                                                        \
     X(Status, ep_rkey_unpack, (Endpoint, const void* packed, RemoteKey* out))                    \
@@ -258,10 +210,9 @@ struct AmHandler {
       (Endpoint, unsigned id, const void* header, std::size_t header_length, const void* buffer, \
        std::size_t count, const RequestParams*))                                                 \
     X(Status, request_check_status, (void* request))                                             \
-    X(void, request_cancel, (Worker, void* request))                                             \
     X(void, request_free, (void* request))
 
-/// The functions that we use, by their names without prefix.
+/// The functions by their names without prefix.
 struct Functions {
 #define X(result, name, arguments) result(*name) arguments = nullptr;
     PYNIXLKV_UCP_FUNCTIONS(X)

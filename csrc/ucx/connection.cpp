@@ -4,13 +4,13 @@
 
 #include "base/keep.hpp"
 #include "base/text.hpp"
-#include "ucx/served.hpp"
+#include "ucx/am_rma.hpp"
 
 namespace pynixlkv::ucx {
 
 namespace {
 
-/// How long the last notifications get to leave before a connection is closed.
+/// Longest wait for the last notifications to leave before a connection closes.
 constexpr auto kLeaveDeadline = std::chrono::milliseconds(100);
 
 }  // namespace
@@ -42,7 +42,7 @@ void Outbox::send(std::string_view header, std::string data, const std::string& 
 }
 
 std::size_t Outbox::num_waiting() {
-    // They leave in the order in which they came, but for rare cases, which end a little later.
+    // They nearly always complete in order; those that do not are dropped a little later.
     while (!messages_.empty() && messages_.front()->completion.is_quiet()) {
         messages_.pop_front();
     }
@@ -55,11 +55,11 @@ UcxConnection::UcxConnection(std::shared_ptr<Endpoint> to,
     : name(std::move(peer)),
       endpoint(std::move(to)),
       regions(std::move(keys)),
-      number(endpoint->is_one_sided() ? 0 : new_served_number()),
+      number(endpoint->is_one_sided() ? 0 : new_connection_number()),
       spare_(std::move(spare)),
       outbox_(endpoint) {
     if (number != 0) {
-        send(make_header({.kind = ServedKind::kOpen, .connection = number}),
+        send(make_header({.kind = AmRmaKind::kOpen, .connection = number}),
              endpoint->worker()->address());
     }
 }
@@ -67,9 +67,9 @@ UcxConnection::UcxConnection(std::shared_ptr<Endpoint> to,
 UcxConnection::~UcxConnection() {
     if (number != 0 && !endpoint->failure()) {
         try {
-            send(make_header({.kind = ServedKind::kClose, .connection = number}), {});
+            send(make_header({.kind = AmRmaKind::kClose, .connection = number}), {});
         } catch (const NativeError&) {
-            // The peer finds out by itself.
+            // The peer notices the end of the connection by itself.
         }
     }
     progress_until(kLeaveDeadline, [this] { return is_quiet(); });

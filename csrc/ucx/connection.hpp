@@ -1,5 +1,5 @@
 /// @file
-/// A connection to one peer, and the messages that it has under way.
+/// A connection to one peer, and its outgoing messages.
 #pragma once
 
 #include <chrono>
@@ -16,25 +16,25 @@
 
 namespace pynixlkv::ucx {
 
-/// The active message id of everything that engines tell each other; headers say what it is.
+/// The active message id of all messages between agents; headers tell them apart.
 inline constexpr unsigned kMessageId = 77;
 
 /// @throws ConnectionLost if the endpoint has failed or the status says so, else NativeError
 [[noreturn]] void throw_failure(const Endpoint& endpoint, Status status, const char* call,
                                 const std::string& detail);
 
-/// Messages on their way out. Destroy it after its endpoint is closed.
+/// Outgoing messages. Destroy it after its endpoint is closed.
 class Outbox {
   public:
     explicit Outbox(std::shared_ptr<Endpoint> endpoint) : endpoint_(std::move(endpoint)) {}
     Outbox(const Outbox&) = delete;
     Outbox& operator=(const Outbox&) = delete;
-    /// UCX may still have hold of the bytes: better lost than freed under it.
+    /// Leaks the bytes of unsent messages, which UCX may still read.
     ~Outbox();
 
     /// @throws NativeError when the message fails at once
     void send(std::string_view header, std::string data, const std::string& peer);
-    /// Messages that have not left.
+    /// Number of unsent messages.
     [[nodiscard]] std::size_t num_waiting();
 
   private:
@@ -61,7 +61,7 @@ class UcxConnection final : public transfer::Connection {
         outbox_.send(header, std::move(data), name);
     }
 
-    /// Let UCX work until a condition holds, the connection breaks, or time is up.
+    /// Make progress until a condition holds, the connection breaks, or time is up.
     template <class Condition>
     void progress_until(std::chrono::milliseconds longest, Condition condition) {
         const auto deadline = std::chrono::steady_clock::now() + longest;
@@ -75,13 +75,13 @@ class UcxConnection final : public transfer::Connection {
 
     const std::string name;
     const std::shared_ptr<Endpoint> endpoint;
-    /// Replaced by a refresh; operations under way hold on to the one that they were made with.
+    /// Replaced by a refresh; transfers in flight keep the one that they began with.
     std::shared_ptr<const RemoteRegions> regions;
-    /// The number under which the peer serves this connection; 0 where transports are one-sided.
+    /// Names this connection to the peer's AmRmaServer; 0 if it has one-sided transports.
     const std::uint64_t number;
 
   private:
-    /// One that is not used, but whose end would be that of the peer's own connection.
+    /// Unused; closing it would close the peer's own connection.
     const std::shared_ptr<Endpoint> spare_;
     Outbox outbox_;
 };

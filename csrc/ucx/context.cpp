@@ -25,7 +25,7 @@ struct Cleanup {
     void operator()(capi::Context context) const { library->fn().cleanup(context); }
 };
 
-/// Memory that can be had without swapping, as far as the system tells; in bytes.
+/// Bytes that can be allocated without swapping, as far as the system says.
 std::uint64_t free_memory() {
     std::uint64_t free = std::numeric_limits<std::uint64_t>::max();
     std::ifstream info("/proc/meminfo");
@@ -37,7 +37,7 @@ std::uint64_t free_memory() {
             free = kib * 1024;
         }
     }
-    // The files of a control group without a limit hold a word, or do not exist.
+    // Without a limit on the control group, these files hold a word or do not exist.
     std::uint64_t limit = 0;
     std::uint64_t used = 0;
     if (std::ifstream("/sys/fs/cgroup/memory.max") >> limit &&
@@ -48,10 +48,6 @@ std::uint64_t free_memory() {
 }
 
 }  // namespace
-
-std::shared_ptr<Context> Context::create(std::shared_ptr<const Library> library, ConfigMap config) {
-    return std::shared_ptr<Context>(new Context(std::move(library), std::move(config)));
-}
 
 Context::Context(std::shared_ptr<const Library> library, ConfigMap config)
     : library_(std::move(library)), config_(std::move(config)) {
@@ -94,7 +90,7 @@ Context::Context(std::shared_ptr<const Library> library, ConfigMap config)
 }
 
 Context::~Context() {
-    // What belongs to the parent process is left to it.
+    // In a forked child the context still belongs to the parent.
     if (handle_ != nullptr && process_.is_here()) {
         library_->fn().cleanup(handle_);
     }
@@ -137,8 +133,8 @@ std::shared_ptr<MemoryHandle> MemoryHandle::map(std::shared_ptr<Context> context
 
 std::shared_ptr<MemoryHandle> MemoryHandle::allocate(std::shared_ptr<Context> context,
                                                      std::uint64_t length) {
-    // Shared memory is committed when it is made: too much of it would take the machine down before
-    // UCX could say no.
+    // UCX commits shared memory at once: too much of it would take the machine down instead of
+    // failing.
     if (const std::uint64_t free = free_memory(); length > free) {
         throw Error("ConfigError", text(length, " bytes cannot be allocated: ", free,
                                         " bytes of memory are free"));
@@ -187,24 +183,11 @@ MemoryHandle::~MemoryHandle() {
         return;
     }
     if (is_allocated_) {
-        // Forgotten before the range can be given to somebody else.
+        // Before the range can be allocated again.
         const std::lock_guard lock(context_->mutex_);
         context_->allocated_.erase(address_);
     }
     (void)context_->library().fn().mem_unmap(context_->handle(), handle_);
-}
-
-void MemoryHandle::advise(std::uint64_t offset, std::uint64_t length, capi::Advice advice) const {
-    context_->process().require_here("a UCX context");
-    capi::AdviseParams params{};
-    params.mask =
-        capi::AdviseParams::kAddress | capi::AdviseParams::kLength | capi::AdviseParams::kAdvice;
-    params.address = reinterpret_cast<void*>(address_ + offset);  // NOLINT
-    params.length = length;
-    params.advice = advice;
-    const Library& library = context_->library();
-    library.check(library.fn().mem_advise(context_->handle(), handle_, &params), "ucp_mem_advise",
-                  [&] { return text(length, " bytes at offset ", offset, " of mapped memory"); });
 }
 
 std::string MemoryHandle::pack() const {

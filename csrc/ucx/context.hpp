@@ -1,5 +1,5 @@
 /// @file
-/// UCX contexts and the memory that is mapped in them.
+/// UCX contexts, and memory mapped in them.
 #pragma once
 
 #include <cstdint>
@@ -20,16 +20,15 @@ using ConfigMap = std::map<std::string, std::string>;
 
 class MemoryHandle;
 
-/// An instance of UCX with its settings and devices. Mapping memory is safe from several threads.
-class Context : public std::enable_shared_from_this<Context>, LiveCounted<Context> {
+/// An instance of UCX with its settings and devices. Thread-safe.
+class Context : LiveCounted<Context> {
   public:
     static constexpr const char* kLiveName = "ucx.Context";
 
     /// @param config settings over those of the environment
     /// @throws Error ConfigError for a setting that UCX does not know, UcxError if it does not
     /// start
-    [[nodiscard]] static std::shared_ptr<Context> create(std::shared_ptr<const Library> library,
-                                                         ConfigMap config);
+    Context(std::shared_ptr<const Library> library, ConfigMap config);
     Context(const Context&) = delete;
     Context& operator=(const Context&) = delete;
     ~Context();
@@ -37,21 +36,18 @@ class Context : public std::enable_shared_from_this<Context>, LiveCounted<Contex
     [[nodiscard]] const Library& library() const noexcept { return *library_; }
     [[nodiscard]] capi::Context handle() const noexcept { return handle_; }
     [[nodiscard]] const ConfigMap& config() const noexcept { return config_; }
-    /// Whether UCX has what it takes to move memory of a type.
+    /// Whether UCX can move memory of a type here.
     [[nodiscard]] bool moves(capi::MemoryType type) const noexcept {
         return ((memory_types_ >> static_cast<unsigned>(type)) & 1U) != 0;
     }
     [[nodiscard]] const ProcessMark& process() const noexcept { return process_; }
 
-    /// The live handle of UCX-allocated memory that holds a range; null if there is none.
+    /// The handle of UCX-allocated memory that contains a range; null if there is none.
     [[nodiscard]] std::shared_ptr<MemoryHandle> find_allocated(std::uint64_t address,
                                                                std::uint64_t length) const;
 
   private:
     friend class MemoryHandle;
-
-    friend class LiveCounted<Context>;
-    Context(std::shared_ptr<const Library> library, ConfigMap config);
 
     const std::shared_ptr<const Library> library_;
     const ConfigMap config_;
@@ -74,8 +70,8 @@ class MemoryHandle : LiveCounted<MemoryHandle> {
                                                            std::uint64_t length,
                                                            capi::MemoryType type,
                                                            std::shared_ptr<void> keepalive = {});
-    /// Let UCX allocate host memory, shared where the system allows it, so that processes of this
-    /// host can reach it directly.
+    /// Let UCX allocate host memory, shared where the system allows it, so that other processes of
+    /// this host can map it.
     [[nodiscard]] static std::shared_ptr<MemoryHandle> allocate(std::shared_ptr<Context> context,
                                                                 std::uint64_t length);
     MemoryHandle(const MemoryHandle&) = delete;
@@ -87,10 +83,8 @@ class MemoryHandle : LiveCounted<MemoryHandle> {
     [[nodiscard]] capi::Memory handle() const noexcept { return handle_; }
     [[nodiscard]] bool is_allocated() const noexcept { return is_allocated_; }
     [[nodiscard]] const std::shared_ptr<Context>& context() const noexcept { return context_; }
-    /// What a peer unpacks to reach the memory; as opaque as UCX makes it.
+    /// The packed remote key.
     [[nodiscard]] std::string pack() const;
-    /// Tell UCX how a part of the memory will be used.
-    void advise(std::uint64_t offset, std::uint64_t length, capi::Advice advice) const;
 
   private:
     friend class LiveCounted<MemoryHandle>;

@@ -15,18 +15,18 @@ namespace {
 using transfer::Memory;
 using transfer::Op;
 
-// Headers of messages; those of served.hpp are longer.
+// Headers of messages; those of am_rma.hpp are longer.
 constexpr std::string_view kNote = "N";
-/// Sent to find out whether a connection stands; kept from the receiver's application.
+/// Tests whether a connection stands; the receiver drops it.
 constexpr std::string_view kPing = "P";
 
-/// Most requests that one operation keeps at UCX: they cost it memory, and more in flight is not
-/// faster.
+/// Most requests in flight of one transfer: each costs UCX memory, and more are not faster.
 constexpr std::size_t kWindow = 1024;
-/// Most calls of progress in a row, so that posting gets its turn.
+/// Most calls of progress in a row, so that posting is not delayed.
 constexpr int kMaxProgress = 64;
-/// How long a question to a peer may take to leave this process.
+/// Longest wait for a ping to leave this process.
 constexpr auto kPingDeadline = std::chrono::milliseconds(100);
+
 capi::MemoryType memory_type(Memory memory) {
     switch (memory) {
         case Memory::kDram:
@@ -44,8 +44,8 @@ bool can_map(const RemoteRegions& regions) {
                        [](const auto& entry) { return entry.second.direct != nullptr; });
 }
 
-/// Whether the peer serves these rows: neither a transport nor a mapping reaches all of them.
-bool is_served(const UcxConnection& connection, const transfer::RowPairs& rows) {
+/// Whether neither a transport nor a mapping reaches all of these rows.
+bool needs_am_rma(const UcxConnection& connection, const transfer::RowPairs& rows) {
     const RemoteRegion* hint = nullptr;
     return connection.number != 0 && rows.local_memory == Memory::kDram &&
            rows.remote_memory == Memory::kDram &&
@@ -76,10 +76,10 @@ class UcxRegistered final : public transfer::Registered {
     std::vector<Row> rows_;
 };
 
-class UcxOperation final : public transfer::NativeXfer {
+class UcxXfer final : public transfer::NativeXfer {
   public:
-    UcxOperation(const UcxConnection& connection, const LocalRegions& local_regions, Op op,
-                 const transfer::RowPairs& rows)
+    UcxXfer(const UcxConnection& connection, const LocalRegions& local_regions, Op op,
+            const transfer::RowPairs& rows)
         : endpoint_(connection.endpoint),
           regions_(connection.regions),
           peer_(connection.name),
@@ -119,7 +119,7 @@ class UcxOperation final : public transfer::NativeXfer {
             return false;
         }
         if (op_ == Op::kWrite && !is_flushed_) {
-            // A finished put means that the local buffer is free; a finished flush, that the bytes
+            // A complete put means that the local buffer is free; a complete flush, that the bytes
             // are at the peer.
             is_flushed_ = true;
             endpoint_->flush(completion_);
@@ -144,10 +144,10 @@ class UcxOperation final : public transfer::NativeXfer {
         bool has_copied = false;
         for (; next_ < parts_.size() && completion_.pending() < kWindow && !has_failed(); ++next_) {
             const Part& part = parts_[next_];
-            // NOLINTNEXTLINE(performance-no-int-to-ptr)
-            auto* local = reinterpret_cast<char*>(part.local);
             if (may_copy_ && part.region->direct != nullptr) {
-                __builtin_prefetch(&part + 1);  // the copy drives it out of the caches
+                __builtin_prefetch(&part + 1);  // the copy evicts it from the caches
+                // NOLINTNEXTLINE(performance-no-int-to-ptr)
+                auto* local = reinterpret_cast<char*>(part.local);
                 char* remote = part.region->direct + (part.remote - part.region->row.address);
                 if (op_ == Op::kRead) {
                     std::memcpy(local, remote, part.length);
@@ -155,18 +155,15 @@ class UcxOperation final : public transfer::NativeXfer {
                     std::memcpy(remote, local, part.length);
                 }
                 has_copied = true;
-            } else if (op_ == Op::kRead) {
-                endpoint_->get(completion_, local, part.length, part.memory, part.remote,
-                               *part.region->key);
             } else {
-                endpoint_->put(completion_, local, part.length, part.memory, part.remote,
-                               *part.region->key);
+                endpoint_->move(completion_, op_, part.local, part.length, part.memory, part.remote,
+                                *part.region->key);
             }
         }
         if (has_copied) {
-            // The bytes are there for whoever is told so next.
+            // Order the copied bytes before any notification of them.
             std::atomic_thread_fence(std::memory_order_seq_cst);
-            // The mapping outlives the peer: ask whether that still lives.
+            // The mapping outlives the peer: progress reports a lost connection.
             endpoint_->worker()->progress();
         }
     }
@@ -176,8 +173,7 @@ class UcxOperation final : public transfer::NativeXfer {
     }
 
     [[noreturn]] void fail() const {
-        throw_failure(*endpoint_, completion_.status(),
-                      op_ == Op::kRead ? "ucp_get_nbx" : "ucp_put_nbx",
+        throw_failure(*endpoint_, completion_.status(), call_of(op_),
                       text(parts_.size(), " rows of peer '", peer_, "'"));
     }
 
@@ -199,25 +195,25 @@ UcxDriver::UcxDriver(std::shared_ptr<Context> context, std::string name, capi::E
       name_(std::move(name)),
       errors_(errors),
       regions_(std::make_shared<LocalRegions>()),
-      worker_(Worker::create(context_)),
+      worker_(std::make_shared<Worker>(context_)),
       server_(worker_, errors_, regions_) {
     worker_->on_message(kMessageId, [this](std::string_view header, std::string_view data) {
         on_message(header, data);
     });
 }
 
-/// Runs inside of UCX, which knows no exceptions.
+/// Called by UCX, through which no exception may pass.
 void UcxDriver::on_message(std::string_view header, std::string_view data) {
     try {
         if (header == kNote) {
             ByteReader in(data, "a notification");
             const std::string_view peer = in.get_bytes();
             inbox_.push_back({std::string(peer), std::string(in.rest())});
-        } else if (const auto served = read_header(header)) {
-            if (served->kind == ServedKind::kData || served->kind == ServedKind::kEnd) {
-                served_->on_message(*served, data);
+        } else if (const auto am_rma = read_header(header)) {
+            if (am_rma->kind == AmRmaKind::kData || am_rma->kind == AmRmaKind::kEnd) {
+                xfers_->on_message(*am_rma, data);
             } else {
-                server_.on_message(*served, data);
+                server_.on_message(*am_rma, data);
             }
         } else if (header != kPing) {
             throw Error("WireError", text("an unknown active message of ", data.size(), " bytes"));
@@ -233,7 +229,7 @@ bool UcxDriver::arm() {
     try {
         return worker_->arm();
     } catch (const NativeError& e) {
-        receive_error_ = e;  // told with the next round; until then the engine looks at intervals
+        receive_error_ = e;  // thrown by the next receive(); until then the engine polls
         return true;
     }
 }
@@ -265,14 +261,14 @@ std::unique_ptr<transfer::Connection> UcxDriver::connect(const std::string& name
                          description.errors == capi::kErrorPeer ? "on" : "off",
                          ", this agent with the opposite; UCX needs the same on both sides"));
     }
-    auto endpoint = Endpoint::create(worker_, description.address, errors_);
+    auto endpoint = std::make_shared<Endpoint>(worker_, description.address, errors_);
     auto regions = unpack_regions(endpoint, description);
     std::shared_ptr<Endpoint> spare;
     if (is_on_this_host(description) && !can_map(*regions)) {
-        // Where the peer has connected before, UCX makes an endpoint out of that connection, and
-        // knows only the transports that take part in it. The next one knows all. The other one is
-        // kept: its end would be that of the peer's connection.
-        spare = Endpoint::create(worker_, description.address, errors_);
+        // If the peer connected first, UCX reuses its connection, which lacks the shared-memory
+        // lanes. Create a second endpoint; keep the first, because closing it would close the
+        // peer's.
+        spare = std::make_shared<Endpoint>(worker_, description.address, errors_);
         auto mapped = unpack_regions(spare, description);
         if (can_map(*mapped)) {
             std::swap(endpoint, spare);
@@ -281,7 +277,7 @@ std::unique_ptr<transfer::Connection> UcxDriver::connect(const std::string& name
     }
     auto connection = std::make_unique<UcxConnection>(std::move(endpoint), std::move(regions), name,
                                                       std::move(spare));
-    // Connects now, not with the first transfer, and tells from then on when the peer is gone.
+    // Connects now instead of with the first transfer; from then on the loss of the peer shows.
     connection->send(kPing, {});
     return connection;
 }
@@ -308,10 +304,10 @@ std::unique_ptr<transfer::NativeXfer> UcxDriver::make(transfer::Connection& conn
                                                       transfer::Op op,
                                                       const transfer::RowPairs& rows) {
     auto& peer = static_cast<UcxConnection&>(connection);
-    if (is_served(peer, rows)) {
-        return std::make_unique<ServedOperation>(served_, peer, *regions_, op, rows);
+    if (needs_am_rma(peer, rows)) {
+        return std::make_unique<AmRmaXfer>(xfers_, peer, *regions_, op, rows);
     }
-    return std::make_unique<UcxOperation>(peer, *regions_, op, rows);
+    return std::make_unique<UcxXfer>(peer, *regions_, op, rows);
 }
 
 void UcxDriver::notify(transfer::Connection& connection, const std::string& message) {
@@ -329,13 +325,13 @@ bool UcxDriver::receive(std::vector<transfer::Notification>& into) {
     into.insert(into.end(), std::make_move_iterator(inbox_.begin()),
                 std::make_move_iterator(inbox_.end()));
     inbox_.clear();
-    const bool served = server_.serve();
+    const bool has_served = server_.serve();
     if (receive_error_) {
         const Error error = *receive_error_;
         receive_error_.reset();
         throw Error(error);
     }
-    return rounds > 0 || served;
+    return rounds > 0 || has_served;
 }
 
 }  // namespace pynixlkv::ucx

@@ -1,5 +1,5 @@
 /// @file
-/// The transfer agent's view of UCX.
+/// UCX behind the transfer driver interface.
 #pragma once
 
 #include <memory>
@@ -8,18 +8,18 @@
 #include <vector>
 
 #include "transfer/driver.hpp"
+#include "ucx/am_rma.hpp"
 #include "ucx/endpoint.hpp"
 #include "ucx/regions.hpp"
-#include "ucx/served.hpp"
 
 namespace pynixlkv::ucx {
 
-/// Drives one worker. Memory that UCX allocated is copied by the processor that asks, through a
-/// mapping of it, where the peer is on the same host; everything else goes through UCX's one-sided
-/// operations; and where no transport has any, host memory is served by messages.
+/// Drives one worker. On the same host, memory that the peer's UCX allocated is copied through a
+/// mapping of it. Everything else uses UCX's gets and puts; where no transport has them, host
+/// memory moves by AM-RMA.
 class UcxDriver final : public transfer::Driver {
   public:
-    /// @param errors whether UCX looks after connections; both sides need the same
+    /// @param errors whether UCX monitors connections; both sides need the same
     UcxDriver(std::shared_ptr<Context> context, std::string name,
               capi::ErrorMode errors = capi::kErrorPeer);
     UcxDriver(const UcxDriver&) = delete;
@@ -48,12 +48,12 @@ class UcxDriver final : public transfer::Driver {
     const std::string name_;
     const capi::ErrorMode errors_;
     const std::shared_ptr<LocalRegions> regions_;
-    const std::shared_ptr<ServedOperations> served_ = std::make_shared<ServedOperations>();
+    const std::shared_ptr<AmRmaXfers> xfers_ = std::make_shared<AmRmaXfers>();
     std::vector<transfer::Notification> inbox_;
     std::optional<Error> receive_error_;
-    // Last, so that it goes before what its callbacks write to.
+    // After the members that its callbacks write to, so that it is destroyed first.
     const std::shared_ptr<Worker> worker_;
-    Server server_;
+    AmRmaServer server_;
 };
 
 }  // namespace pynixlkv::ucx

@@ -13,12 +13,12 @@ namespace pynixlkv::ucx {
 
 namespace {
 
-// UCX reads addresses and keys without knowing their length. Zeros behind them keep it from
-// wandering through foreign memory when a length inside them is wrong.
+// UCX reads addresses and keys without knowing their length. Zeros behind them keep it from reading
+// unrelated memory when a length inside them is wrong.
 constexpr std::size_t kPadding = 4096;
-// Longest time that a forced close, which asks nobody, is given.
+// Longest wait for a forced close, which is local.
 constexpr auto kCloseDeadline = std::chrono::seconds(5);
-// The same of a close that needs the peer.
+// Longest wait for a close that needs the peer.
 constexpr auto kAskedCloseDeadline = std::chrono::milliseconds(100);
 
 /// Transports that only send messages (`ucx_info -d` shows what each can).
@@ -33,56 +33,25 @@ std::string padded(std::string_view bytes) {
 
 }  // namespace
 
-std::shared_ptr<Endpoint> Endpoint::create(std::shared_ptr<Worker> worker, std::string_view address,
-                                           capi::ErrorMode errors) {
+Endpoint::Endpoint(std::shared_ptr<Worker> worker, std::string_view address, capi::ErrorMode errors)
+    : worker_(std::move(worker)), errors_(errors) {
     if (address.empty()) {
         throw Error("WireError", "the UCX address of the peer is empty");
     }
     const std::string bytes = padded(address);
     capi::EndpointParams params{};
-    params.mask = capi::EndpointParams::kRemoteAddress;
+    params.mask = capi::EndpointParams::kRemoteAddress | capi::EndpointParams::kErrorMode |
+                  capi::EndpointParams::kErrorHandler;
     params.address = bytes.data();
     params.error_mode = errors;
-    return std::shared_ptr<Endpoint>(
-        new Endpoint(std::move(worker), params,
-                     errors == capi::kErrorPeer
-                         ? "no transport with error handling reaches the peer: does its process "
-                           "live, and do UCX_TLS and UCX_NET_DEVICES of both sides agree?"
-                         : "no transport reaches the peer: does its process live, and do UCX_TLS "
-                           "and UCX_NET_DEVICES of both sides agree?"));
-}
-
-std::shared_ptr<Endpoint> Endpoint::connect(std::shared_ptr<Worker> worker,
-                                            const SocketAddress& listener) {
-    capi::EndpointParams params{};
-    params.mask = capi::EndpointParams::kSocketAddress | capi::EndpointParams::kFlags;
-    params.socket_address = listener.native();
-    params.flags = capi::EndpointParams::kClientServer;
-    params.error_mode = capi::kErrorPeer;
-    return std::shared_ptr<Endpoint>(
-        new Endpoint(std::move(worker), params,
-                     "no transport connects to a socket address; check UCX_TLS (tcp can)"));
-}
-
-std::shared_ptr<Endpoint> Endpoint::accept(std::shared_ptr<Worker> worker,
-                                           capi::ConnectionRequest request) {
-    capi::EndpointParams params{};
-    params.mask = capi::EndpointParams::kConnectionRequest;
-    params.connection_request = request;
-    params.error_mode = capi::kErrorPeer;
-    return std::shared_ptr<Endpoint>(
-        new Endpoint(std::move(worker), params, "accepting a connection"));
-}
-
-Endpoint::Endpoint(std::shared_ptr<Worker> worker, capi::EndpointParams params, const char* detail)
-    : worker_(std::move(worker)), errors_(static_cast<capi::ErrorMode>(params.error_mode)) {
-    params.mask |= capi::EndpointParams::kErrorMode | capi::EndpointParams::kErrorHandler;
     params.error_handler = &Endpoint::on_error;
     params.error_argument = this;
-    capi::Endpoint handle = nullptr;
-    worker_->library().check(fn().ep_create(worker_->handle(), &params, &handle), "ucp_ep_create",
-                             [detail] { return detail; });
-    handle_ = handle;
+    worker_->library().check(
+        fn().ep_create(worker_->handle(), &params, &handle_), "ucp_ep_create", [errors] {
+            return text("no transport", errors == capi::kErrorPeer ? " with error handling" : "",
+                        " reaches the peer: does its process live, and do UCX_TLS and "
+                        "UCX_NET_DEVICES of both sides agree?");
+        });
 }
 
 Endpoint::~Endpoint() {
@@ -116,20 +85,16 @@ capi::Endpoint Endpoint::usable() const {
     return handle_;
 }
 
-void Endpoint::get(Completion& completion, void* local, std::size_t length, capi::Memory memory,
-                   std::uint64_t remote, const RemoteKey& key) {
+void Endpoint::move(Completion& completion, transfer::Op op, std::uint64_t local,
+                    std::size_t length, capi::Memory memory, std::uint64_t remote,
+                    const RemoteKey& key) {
     capi::RequestParams params = completion.params();
     params.mask |= capi::RequestParams::kMemory | capi::RequestParams::kMultiSend;
     params.memory = memory;
-    completion.add(fn().get_nbx(usable(), local, length, remote, key.handle(), &params));
-}
-
-void Endpoint::put(Completion& completion, const void* local, std::size_t length,
-                   capi::Memory memory, std::uint64_t remote, const RemoteKey& key) {
-    capi::RequestParams params = completion.params();
-    params.mask |= capi::RequestParams::kMemory | capi::RequestParams::kMultiSend;
-    params.memory = memory;
-    completion.add(fn().put_nbx(usable(), local, length, remote, key.handle(), &params));
+    auto* const bytes = reinterpret_cast<void*>(local);  // NOLINT(performance-no-int-to-ptr)
+    completion.add(op == transfer::Op::kRead
+                       ? fn().get_nbx(usable(), bytes, length, remote, key.handle(), &params)
+                       : fn().put_nbx(usable(), bytes, length, remote, key.handle(), &params));
 }
 
 void Endpoint::flush(Completion& completion) {
@@ -146,13 +111,17 @@ void Endpoint::send(Completion& completion, unsigned id, std::string_view header
                                     data.size(), &params));
 }
 
-void Endpoint::park(std::unique_ptr<Request> request) {
-    parked_.push_back(std::move(request));
+void Endpoint::quarantine(std::unique_ptr<Request> request) {
+    quarantined_.push_back(std::move(request));
+    // UCX tells the requests of a closed endpoint with the next progress.
+    while (is_closed() && worker_->progress() > 0) {
+    }
+    (void)release_ended();
 }
 
-std::size_t Endpoint::num_parked() {
-    std::erase_if(parked_, [](const auto& request) { return request->is_done(); });
-    return parked_.size();
+bool Endpoint::release_ended() {
+    std::erase_if(quarantined_, [](const auto& request) { return request->is_done(); });
+    return quarantined_.empty();
 }
 
 void Endpoint::close() {
@@ -170,19 +139,20 @@ void Endpoint::close() {
     params.flags = by_force ? capi::kCloseForce : 0;
     void* request = fn().ep_close_nbx(std::exchange(handle_, nullptr), &params);
     const auto number = reinterpret_cast<std::intptr_t>(request);
-    // Otherwise it is done, or refused: there is nothing else to try then.
+    const auto deadline =
+        std::chrono::steady_clock::now() +
+        (by_force ? std::chrono::milliseconds(kCloseDeadline) : kAskedCloseDeadline);
+    // Otherwise it is done, or refused, which nothing can be done about.
     if (number > 0 || number < static_cast<std::intptr_t>(Status::kLast)) {
-        const auto deadline =
-            std::chrono::steady_clock::now() +
-            (by_force ? std::chrono::milliseconds(kCloseDeadline) : kAskedCloseDeadline);
         while (fn().request_check_status(request) == Status::kInProgress &&
                std::chrono::steady_clock::now() < deadline) {
             worker_->progress();
         }
         fn().request_free(request);
     }
-    // Those that have ended let go of this endpoint, which they would keep alive for ever.
-    (void)num_parked();
+    while (!release_ended() && std::chrono::steady_clock::now() < deadline) {
+        worker_->progress();
+    }
 }
 
 RemoteKey::RemoteKey(std::shared_ptr<Endpoint> endpoint, std::string_view packed)

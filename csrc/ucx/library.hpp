@@ -9,14 +9,14 @@
 
 namespace pynixlkv::ucx {
 
-/// Function table of one loaded libucp. Every owner of this room holds it.
+/// Function table of one loaded libucp. Every owner of a handle holds it.
 class Library {
   public:
     /// Open a library and resolve its functions.
     /// @throws Error LibraryNotFoundError, LibraryVersionError (missing symbol, too old)
     [[nodiscard]] static std::shared_ptr<const Library> open(const std::string& path);
 
-    /// Wrap a table that came from elsewhere; tests use this.
+    /// Wrap a table of other origin; tests use this.
     Library(std::string path, const capi::Functions& functions);
 
     [[nodiscard]] const std::string& path() const noexcept { return path_; }
@@ -24,8 +24,7 @@ class Library {
     /// Version that the library reports, as "1.22.0".
     [[nodiscard]] const std::string& version() const noexcept { return version_; }
 
-    /// Throw unless a call succeeded. `detail` is a callable that makes the text, so that success
-    /// costs nothing.
+    /// Throw unless a call succeeded. `detail` is a callable, so that success costs nothing.
     template <class Detail>
     void check(Status status, const char* call, Detail&& detail) const {
         if (status != Status::kOk) [[unlikely]] {

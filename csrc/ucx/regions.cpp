@@ -18,7 +18,7 @@ constexpr std::size_t kMaxKeyBytes = 1U << 12U;
 constexpr std::size_t kRegionBytes = 3 * sizeof(std::uint64_t) + sizeof(std::uint32_t);
 constexpr std::size_t kMaxHostBytes = 64;
 
-/// What Linux calls this start of this machine; empty where it does not say.
+/// Linux's id of this boot of this machine; empty if there is none.
 const std::string& this_host() {
     static const std::string name = [] {
         std::string line;

@@ -1,5 +1,5 @@
 /// @file
-/// Which memory handle or remote key the bytes of a row lie in, and how a peer learns of them.
+/// The memory handle or remote key that contains a row, and how a peer learns of them.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ class RegionMap {
     void remove(const Row& row) { regions_.erase(Key{row.device, row.address}); }
     [[nodiscard]] const std::map<Key, Region>& all() const noexcept { return regions_; }
 
-    /// The region that a row lies in. Rows come in address order, so the region of the row before
+    /// The region that contains a row. Rows come in address order: the region of the previous row
     /// is tried first.
     /// @throws Error NotRegisteredError
     [[nodiscard]] const Region& find(const Row& row, const Region*& hint) const {
@@ -46,30 +46,24 @@ class RegionMap {
     std::map<Key, Region> regions_;
 };
 
-[[nodiscard]] inline bool is_inside(const Row& inner, const Row& outer) noexcept {
-    return inner.device == outer.device && inner.address >= outer.address &&
-           inner.length <= outer.length &&
-           inner.address - outer.address <= outer.length - inner.length;
-}
-
 struct LocalRegion {
     transfer::Span span;
     std::shared_ptr<MemoryHandle> memory;
-    [[nodiscard]] bool contains(const Row& row) const noexcept { return is_inside(row, span.row); }
+    [[nodiscard]] bool contains(const Row& r) const noexcept { return span.row.contains(r); }
 };
 
 struct RemoteRegion {
     Row row;
     std::shared_ptr<RemoteKey> key;
-    char* direct;  ///< where the first byte is in this process; null if it cannot be reached
-    [[nodiscard]] bool contains(const Row& r) const noexcept { return is_inside(r, row); }
+    char* direct;  ///< where it is mapped in this process; null if it is not
+    [[nodiscard]] bool contains(const Row& r) const noexcept { return row.contains(r); }
 };
 
 using LocalRegions = RegionMap<LocalRegion>;
 using RemoteRegions = RegionMap<RemoteRegion>;
 
-/// What a peer must know: how errors are handled, the worker's address, the host if there is memory
-/// that a process of it may map, and a key for each registered span.
+/// The metadata for a peer: error handling, the worker's address, the host if there is memory that
+/// its processes can map, and a key for each registered span.
 struct Description {
     struct Region {
         Row row;
@@ -85,10 +79,10 @@ struct Description {
                                    const LocalRegions& regions);
 
 /// @return views into the bytes
-/// @throws Error WireError for anything that `describe` does not write
+/// @throws Error WireError for bytes that `describe` does not write
 [[nodiscard]] Description read_description(std::string_view bytes);
 
-/// Whether the peer has memory that may be mapped here.
+/// Whether the peer has memory that can be mapped here.
 [[nodiscard]] bool is_on_this_host(const Description& description);
 
 /// Unpack the keys of a peer.

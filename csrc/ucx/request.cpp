@@ -1,24 +1,8 @@
 #include "ucx/request.hpp"
 
-#include "base/error.hpp"
-#include "base/text.hpp"
-
 namespace pynixlkv::ucx {
 
-void Request::cancel() {
-    if (void* native = completion_.last()) {
-        is_cancelled_ = true;
-        const Worker& worker = *endpoint_->worker();
-        worker.library().fn().request_cancel(worker.handle(), native);
-    }
-}
-
 bool Request::check() const {
-    if (is_cancelled_) {
-        throw Error("TransferCancelled",
-                    text("the request (", call_, ") was given up by its owner",
-                         is_done() ? "" : "; UCX goes on with it, so its memory stays in use"));
-    }
     if (!is_done()) {
         return false;
     }
@@ -36,7 +20,7 @@ void Request::retire(Request* request) {
     if (owned->is_done() || !endpoint->worker()->context()->process().is_here()) {
         owned.reset();
     } else {
-        endpoint->park(std::move(owned));
+        endpoint->quarantine(std::move(owned));
     }
 }
 

@@ -1,9 +1,8 @@
 /// @file
-/// One call under way, for those who wait for each by itself.
+/// One native call in flight, waited for by itself.
 #pragma once
 
 #include <memory>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -21,7 +20,7 @@ class Request : LiveCounted<Request> {
     using Keeps = std::vector<std::shared_ptr<const void>>;
 
     /// Make a call.
-    /// @param post gets the completion to hand to the endpoint's functions
+    /// @param post receives the completion for the endpoint's functions
     /// @throws UcxError when the call fails at once
     template <class Post>
     [[nodiscard]] static std::shared_ptr<Request> start(std::shared_ptr<Endpoint> endpoint,
@@ -38,12 +37,9 @@ class Request : LiveCounted<Request> {
 
     [[nodiscard]] const std::shared_ptr<Endpoint>& endpoint() const noexcept { return endpoint_; }
     [[nodiscard]] bool is_done() const noexcept { return completion_.is_quiet(); }
-    /// @return whether it has ended well
-    /// @throws UcxError when it has ended otherwise, Error TransferCancelled when it was given up
+    /// @return whether it is complete
+    /// @throws UcxError when it has failed
     [[nodiscard]] bool check() const;
-    /// Give it up unless it has ended. UCX is asked to take it back, which it can do with few
-    /// kinds.
-    void cancel();
 
   private:
     friend class LiveCounted<Request>;
@@ -58,7 +54,6 @@ class Request : LiveCounted<Request> {
     const char* const call_;
     const Keeps keeps_;
     Completion completion_;
-    bool is_cancelled_ = false;
 };
 
 }  // namespace pynixlkv::ucx

@@ -8,7 +8,7 @@ namespace {
 
 const StatusInfo* find_status(Status status) noexcept {
     for (const StatusInfo& info : kStatusTable) {
-        if (info.status == status) {
+        if (info.status == static_cast<int>(status)) {
             return &info;
         }
     }

@@ -20,7 +20,7 @@ struct DestroyWorker {
 Status deliver(void* argument, const void* header, std::size_t header_length, void* data,
                std::size_t length, const capi::AmReceived* received) {
     if ((received->attributes & capi::AmReceived::kIsRendezvous) != 0) {
-        // Not fetched: whoever talks to this process sends eagerly.
+        // Not fetched: our peers send eagerly.
         return Status::kOk;
     }
     (*static_cast<MessageHandler*>(argument))({static_cast<const char*>(header), header_length},
@@ -30,17 +30,11 @@ Status deliver(void* argument, const void* header, std::size_t header_length, vo
 
 }  // namespace
 
-std::shared_ptr<Worker> Worker::create(std::shared_ptr<Context> context, bool single_thread) {
-    return std::shared_ptr<Worker>(new Worker(std::move(context), single_thread));
-}
-
-Worker::Worker(std::shared_ptr<Context> context, bool single_thread)
-    : context_(std::move(context)),
-      owner_(single_thread ? std::optional(std::this_thread::get_id()) : std::nullopt) {
+Worker::Worker(std::shared_ptr<Context> context) : context_(std::move(context)) {
     context_->process().require_here("a UCX context");
     capi::WorkerParams params{};
     params.mask = capi::WorkerParams::kThreadMode;
-    params.thread_mode = single_thread ? capi::kThreadSingle : capi::kThreadSerialized;
+    params.thread_mode = capi::kThreadSerialized;
     capi::Worker raw = nullptr;
     library().check(library().fn().worker_create(context_->handle(), &params, &raw),
                     "ucp_worker_create", [] { return "making a worker"; });
@@ -60,17 +54,11 @@ Worker::~Worker() {
 
 std::unique_lock<std::recursive_mutex> Worker::enter() const {
     context_->process().require_here("a UCX worker");
-    if (owner_ && *owner_ != std::this_thread::get_id()) {
-        throw Error(
-            "StateError",
-            "a single-threaded UCX worker was used by another thread than the one that made "
-            "it; make it with single_thread=False, or a worker for each thread");
-    }
     return std::unique_lock(mutex_);
 }
 
 void Worker::sleep(TimePoint until) const {
-    // Another thread may take the event that this one waits for, so nobody sleeps for long.
+    // Another thread may consume the event that this one waits for.
     constexpr auto kLongest = std::chrono::milliseconds(20);
     const auto left = std::clamp(
         std::chrono::ceil<std::chrono::milliseconds>(until - std::chrono::steady_clock::now()),
@@ -96,11 +84,6 @@ bool Worker::arm() {
     }
     library().check(status, "ucp_worker_arm", [] { return "arming a worker's event descriptor"; });
     return true;
-}
-
-void Worker::signal() {
-    library().check(library().fn().worker_signal(handle_), "ucp_worker_signal",
-                    [] { return "waking a worker"; });
 }
 
 void Worker::on_message(unsigned id, MessageHandler handler) {

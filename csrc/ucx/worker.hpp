@@ -1,5 +1,5 @@
 /// @file
-/// UCX workers, and the counting of what is under way on them.
+/// UCX workers, and the counting of requests in flight.
 #pragma once
 
 #include <chrono>
@@ -7,10 +7,8 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <vector>
 
 #include "base/live_count.hpp"
@@ -20,15 +18,15 @@ namespace pynixlkv::ucx {
 
 using TimePoint = std::chrono::steady_clock::time_point;
 
-/// Counts the requests that one owner has under way and keeps the first failure among them. UCX
-/// writes to it from within Worker::progress(), so it must stay in place until it is quiet.
+/// Counts the requests that one owner has in flight, and keeps their first failure. UCX writes to
+/// it from within Worker::progress(), so it must stay in place until it is quiet.
 class Completion {
   public:
     explicit Completion(const Library& library) : library_(&library) {}
     Completion(const Completion&) = delete;
     Completion& operator=(const Completion&) = delete;
 
-    /// Whether nothing is under way.
+    /// Whether no request is in flight.
     [[nodiscard]] bool is_quiet() const noexcept { return pending_ == 0; }
     [[nodiscard]] std::size_t pending() const noexcept { return pending_; }
     /// kOk, or the first failure.
@@ -43,7 +41,7 @@ class Completion {
         return params;
     }
 
-    /// Count what a call returned.
+    /// Count the request that a call returned, if it did not complete at once.
     void add(capi::StatusPointer returned) noexcept {
         if (returned == nullptr) {
             return;
@@ -54,11 +52,7 @@ class Completion {
             return;
         }
         ++pending_;
-        last_ = returned;
     }
-
-    /// What the last call returned, for those who make no more than one; null if that has ended.
-    [[nodiscard]] void* last() const noexcept { return is_quiet() ? nullptr : last_; }
 
   private:
     static void on_done(void* request, Status status, void* user_data) noexcept {
@@ -75,47 +69,42 @@ class Completion {
 
     const Library* library_;
     std::size_t pending_ = 0;
-    void* last_ = nullptr;
     Status status_ = Status::kOk;
 };
 
-/// Called from within progress() with an active message, whose bytes are gone when it returns.
+/// Called from within progress() with an active message, whose bytes are valid during the call.
 using MessageHandler = std::function<void(std::string_view header, std::string_view data)>;
 
-/// A progress engine. It and what hangs from it may be used by several threads, one at a time:
-/// callers that share one hold what `enter()` gives around each use. Destructors do it themselves.
-class Worker : public std::enable_shared_from_this<Worker>, LiveCounted<Worker> {
+/// A progress engine. One thread at a time may use it and its endpoints, keys and requests: callers
+/// that share one hold the lock of `enter()` around each use. Destructors lock by themselves.
+class Worker : LiveCounted<Worker> {
   public:
     static constexpr const char* kLiveName = "ucx.Worker";
 
-    /// @param single_thread promise to UCX that only this thread will use the worker
-    [[nodiscard]] static std::shared_ptr<Worker> create(std::shared_ptr<Context> context,
-                                                        bool single_thread = false);
+    explicit Worker(std::shared_ptr<Context> context);
     Worker(const Worker&) = delete;
     Worker& operator=(const Worker&) = delete;
     ~Worker();
 
-    /// Keep other threads out for as long as the result lives.
-    /// @throws Error ForkError in a child process, StateError on a thread to which a
-    /// single-threaded
-    ///         worker does not belong
+    /// Keep other threads out while the result lives.
+    /// @throws Error ForkError in a child process
     [[nodiscard]] std::unique_lock<std::recursive_mutex> enter() const;
     [[nodiscard]] std::recursive_mutex& mutex() const noexcept { return mutex_; }
     [[nodiscard]] const std::shared_ptr<Context>& context() const noexcept { return context_; }
     [[nodiscard]] const Library& library() const noexcept { return context_->library(); }
     [[nodiscard]] capi::Worker handle() const noexcept { return handle_; }
 
-    /// What a peer makes an endpoint with.
+    /// The address for a peer's endpoint.
     [[nodiscard]] std::string address() const;
-    /// @return how much was done; 0 if there was nothing to do
+    /// @return number of events; 0 if there were none
     unsigned progress() noexcept { return library().fn().worker_progress(handle_); }
-    /// A descriptor that becomes readable when progress() will have something to do. Sleep on it
-    /// only after arm() returned true.
+    /// A file descriptor that becomes readable with the next event. Sleep on it only after arm()
+    /// returned true.
     [[nodiscard]] int event_fd() const noexcept { return event_fd_; }
-    /// @return false if there is something to do right now
+    /// @return false if events wait already
     [[nodiscard]] bool arm();
-    /// Make progress until a condition holds, looking at it with other threads kept out.
-    /// @param spin burn the processor instead of sleeping on the event descriptor
+    /// Make progress until a condition holds, which is evaluated under the lock.
+    /// @param spin poll without a pause instead of sleeping on the event descriptor
     /// @return whether it held in time
     template <class Condition>
     [[nodiscard]] bool progress_until(TimePoint until, bool spin, Condition condition) {
@@ -136,18 +125,13 @@ class Worker : public std::enable_shared_from_this<Worker>, LiveCounted<Worker> 
             sleep(until);
         }
     }
-    /// Make event_fd() readable. May be called by any thread.
-    void signal();
-    /// Call a function for every active message of an id, from now on.
+    /// Call a function for every active message of an id.
     void on_message(unsigned id, MessageHandler handler);
 
   private:
-    friend class LiveCounted<Worker>;
-    Worker(std::shared_ptr<Context> context, bool single_thread);
     void sleep(TimePoint until) const;
 
     const std::shared_ptr<Context> context_;
-    const std::optional<std::thread::id> owner_;  ///< of a single-threaded worker
     mutable std::recursive_mutex mutex_;
     capi::Worker handle_ = nullptr;
     int event_fd_ = -1;

@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import typing
 
-import typing_extensions
-
 from . import kv, nixl, transfer, ucx
 
-__all__: list[str] = ["Buffer", "kv", "live_counts", "nixl", "transfer", "ucx"]
+__all__: list[str] = ["ArrayMemory", "kv", "live_counts", "nixl", "transfer", "ucx"]
 
-class Buffer:
-    def __init__(self: typing_extensions.Buffer, source: typing.Any) -> None: ...
+class ArrayMemory:
+    def __init__(self, source: typing.Any) -> None: ...
     @property
     def address(self) -> int: ...
     @property

@@ -261,7 +261,7 @@ class Agent(_native.nixl.NativeAgent, Closeable):
         """
         if not buffers:
             raise ConfigError("register_buffers needs at least one buffer")
-        spans = [b if isinstance(b, MemorySpan) else _native.Buffer(b) for b in buffers]
+        spans = [b if isinstance(b, MemorySpan) else _native.ArrayMemory(b) for b in buffers]
         kinds = {MemoryType(span.memory) for span in spans}
         if len(kinds) != 1:
             names = sorted(kind.name for kind in kinds)

@@ -1,4 +1,4 @@
-"""UCX without NIXL: `UcxAgent`, and under it the thin binding of the native verbs."""
+"""UCX without NIXL: `UcxAgent`, and the thin binding of UCX's own verbs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from pynixlkv.ucx.batch import Batch, get_batch, put_batch
 from pynixlkv.ucx.binding import (
     Context,
     Endpoint,
-    Listener,
     MemoryHandle,
     RemoteKey,
     Request,
     Worker,
-    am_send_nbx,
     flush_nbx,
     get_nbx,
     put_nbx,
@@ -22,13 +20,11 @@ __all__ = [
     "Batch",
     "Context",
     "Endpoint",
-    "Listener",
     "MemoryHandle",
     "RemoteKey",
     "Request",
     "UcxAgent",
     "Worker",
-    "am_send_nbx",
     "flush_nbx",
     "get_batch",
     "get_nbx",

@@ -156,7 +156,7 @@ class UcxAgent(Agent):
         if nbytes <= 0 or any(size < 0 for size in sizes):
             raise ConfigError(f"an array of shape {sizes} and type {kind} has no bytes to allocate")
         memory = _native.ucx.Memory.allocate(self._context, nbytes)
-        array: npt.NDArray[np.generic] = np.frombuffer(memoryview(memory), dtype=kind)
+        array: npt.NDArray[np.generic] = np.frombuffer(memory.view(), dtype=kind)
         array.view(np.uint8)[...] = 0
         return array.reshape(sizes)
 

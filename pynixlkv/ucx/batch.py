@@ -1,4 +1,4 @@
-"""Many gets or puts as one call: nothing of Python runs between them."""
+"""Many gets or puts as one call, without Python between them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pynixlkv import _native
-from pynixlkv.errors import ConfigError, TransferTimeout
+from pynixlkv import _arrays
+from pynixlkv._native.ucx import Batch
+from pynixlkv.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -15,50 +16,6 @@ if TYPE_CHECKING:
     from pynixlkv.ucx.binding import MemoryHandle, RemoteKey
 
 __all__ = ["Batch", "get_batch", "put_batch"]
-
-
-class Batch:
-    """Pieces that move as one; made by `get_batch` and `put_batch`.
-
-    Parameters
-    ----------
-    native, remote : object
-        Internal.
-    """
-
-    def __init__(self, native: _native.ucx.Batch, remote: RemoteKey) -> None:
-        self._native = native
-        self._worker = remote.endpoint.worker
-
-    @property
-    def piece_times(self) -> npt.NDArray[np.float64]:
-        """Seconds from the post of each piece to that of the next, or to the end; if timed.
-
-        With a window of 1 that is how long each took.
-        """
-        return np.diff(self._native.times()) * 1e-9
-
-    def wait(self, timeout: float = 30.0, *, spin: bool = False) -> None:
-        """Move the pieces and wait for the end of the last; of puts, at the peer.
-
-        Parameters
-        ----------
-        timeout : float
-            Longest wait in seconds.
-        spin : bool
-            Burn the processor for the shortest delay instead of sleeping on events.
-
-        Raises
-        ------
-        TransferTimeout
-            If they have not all moved in time; call it again to go on.
-        UcxError
-            If one has failed; no more of them are posted then.
-        """
-        done = self._native.wait(timeout, spin)
-        self._worker._awaited.settle()
-        if not done:
-            raise TransferTimeout(f"the UCX batch has not ended within {timeout} s")
 
 
 def get_batch(
@@ -70,22 +27,22 @@ def get_batch(
     window: int = 64,
     timed: bool = False,
 ) -> Batch:
-    """Prepare to copy pieces of a peer's memory into local memory; as many `get_nbx`.
+    """Prepare to copy pieces of a peer's memory into local memory; each is a `get_nbx`.
 
     Parameters
     ----------
     local : MemoryHandle
-        Where to.
+        Destination.
     remote : RemoteKey
-        Where from.
+        Source.
     places : array_like of int, shape (n, 2)
         Local and remote offset of each piece, in bytes.
     nbytes : int
         Length of each piece.
     window : int
-        Most pieces under way at a time, at least 1.
+        Most pieces in flight at a time, at least 1.
     timed : bool
-        Whether to note when each piece is posted, for `Batch.piece_times`.
+        Whether to record when each piece is posted, for `Batch.piece_times`.
 
     Returns
     -------
@@ -127,11 +84,7 @@ def _make(
 ) -> Batch:
     if window < 1 or nbytes < 1:
         raise ConfigError(f"window {window} and {nbytes} bytes must be at least 1")
-    offsets = np.asarray(places)
-    if offsets.ndim != 2 or offsets.shape[1] != 2 or offsets.dtype.kind not in "iu":
-        raise ConfigError(
-            f"places must be integers of shape (n, 2), not {offsets.dtype} of {offsets.shape}"
-        )
+    offsets = _arrays.integers("places", places, ConfigError, columns=2)
     for column, side, size in ((0, "local", local.nbytes), (1, "remote", remote.nbytes)):
         (wrong,) = np.nonzero((offsets[:, column] < 0) | (offsets[:, column] > size - nbytes))
         if len(wrong):
@@ -139,7 +92,7 @@ def _make(
                 f"piece {wrong[0]}, {nbytes} bytes at offset {offsets[wrong[0], column]}, does not "
                 f"lie inside the {size} bytes of the {side} memory"
             )
-    native = _native.ucx.Batch(
+    return Batch(
         local._native,
         remote._native,
         remote.address,
@@ -149,4 +102,3 @@ def _make(
         window,
         timed,
     )
-    return Batch(native, remote)

@@ -8,15 +8,16 @@
 #include <cstdlib>
 #include <memory>
 #include <numeric>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "base/bytes.hpp"
 #include "base/live_count.hpp"
 #include "check.hpp"
 #include "transfer/agent.hpp"
 #include "ucx/driver.hpp"
-#include "ucx/listener.hpp"
 #include "ucx/request.hpp"
 
 using namespace pynixlkv;
@@ -45,7 +46,7 @@ std::shared_ptr<const ucx::Library> library() {
 /// An agent with a pool of memory, ordinary or UCX's own.
 struct Side {
     Side(std::string its_name, const ConfigMap& config, bool allocate)
-        : name(std::move(its_name)), context(ucx::Context::create(library(), config)) {
+        : name(std::move(its_name)), context(std::make_shared<ucx::Context>(library(), config)) {
         static int count = 0;
         incarnation = std::to_string(::getpid()) + "-" + std::to_string(++count);
         transfer::AgentOptions options;
@@ -194,40 +195,80 @@ TEST_CASE("an agent that goes away ends what its peer asks of it") {
 
 TEST_CASE("an agent without error handling refuses one with it") {
     const Side a("a", {{"TLS", "tcp"}}, false);
-    const auto context = ucx::Context::create(library(), {{"TLS", "tcp"}});
+    const auto context = std::make_shared<ucx::Context>(library(), ConfigMap{{"TLS", "tcp"}});
     ucx::UcxDriver driver(context, "b", ucx::capi::kErrorNone);
     CHECK_THROWS(Error, driver.connect("a", a.agent->metadata()));
 }
 
-TEST_CASE("connections by socket address carry messages and end when the peer closes") {
-    const auto context = ucx::Context::create(library(), {{"TLS", "tcp"}});
-    const auto server = ucx::Worker::create(context);
-    const auto client = ucx::Worker::create(context);
-    const auto listener = ucx::Listener::create(server, ucx::SocketAddress("127.0.0.1", 0));
-    std::string seen;
-    server->on_message(3, [&seen](std::string_view, std::string_view data) { seen = data; });
-    const auto there =
-        ucx::Endpoint::connect(client, ucx::SocketAddress("127.0.0.1", listener->port()));
-    const std::string data = "by socket address";
-    const auto sent = ucx::Submission::start(
-        there, "ucp_am_send_nbx", {},
-        [&](ucx::Completion& completion) { there->send(completion, 3, "h", data); });
-    std::shared_ptr<ucx::Endpoint> here;
-    CHECK(server->progress_until(in(20s), true, [&] {
-        client->progress();
-        if (!here) here = listener->accept();
-        return here && !seen.empty();
-    }));
-    CHECK_EQ(seen, data);
-    CHECK(sent->check());
-    here->close();
-    CHECK(client->progress_until(in(20s), true, [&] {
-        server->progress();
-        return there->failure().has_value();
-    }));
-    listener->close();
-    listener->close();
-    CHECK_THROWS(Error, listener->accept());
+TEST_CASE("forged messages write nothing outside of registered memory, and do not stop the owner") {
+    Side owner("owner", {{"TLS", "tcp"}}, false);
+    Side reader("reader", {{"TLS", "tcp"}}, false);
+    for (std::size_t i = 0; i < kBytes; ++i) {
+        owner.pool[i] = static_cast<unsigned char>(i / kBlock);
+    }
+    const std::vector<unsigned char> before = owner.ordinary;
+    const auto peer = reader.connect(owner);
+
+    std::mt19937_64 random(4);  // NOLINT(cert-msc32-c,cert-msc51-cpp)
+    const auto pick = [&random](auto... values) {
+        const std::uint64_t all[] = {static_cast<std::uint64_t>(values)...};
+        return all[random() % std::size(all)];
+    };
+    const std::uint64_t begin = owner.row(0).address;
+    const std::uint64_t end = begin + kBytes;
+    const auto place = [&] { return pick(0, begin, end - 8, end, random(), ~std::uint64_t{0}); };
+    const auto length = [&] { return pick(0, 1, 8, 16, random(), ~std::uint64_t{0}); };
+    const auto worker = std::make_shared<ucx::Worker>(owner.context);
+    const auto endpoint = std::make_shared<ucx::Endpoint>(
+        worker, ucx::read_description(owner.agent->metadata()).address, ucx::capi::kErrorPeer);
+    for (int i = 0; i < 2'000; ++i) {
+        ucx::AmRmaHeader header{.kind = static_cast<ucx::AmRmaKind>(random() % 7)};
+        header.row = static_cast<std::uint32_t>(pick(0, 1, random()));
+        header.connection = pick(1, random());
+        header.xfer = pick(0, 1, 2, random());
+        header.place = place();
+        header.total = length();
+        std::string data;
+        if (header.kind == ucx::AmRmaKind::kWrite) {
+            // Any peer may write inside, so only pieces that reach outside are sent.
+            data.resize(header.place == begin ? kBytes + 1 : 16U << 10U);
+        } else if (header.kind != ucx::AmRmaKind::kOpen) {  // an address has to be trusted
+            ByteWriter out;
+            for (std::uint64_t n = pick(0, 1, 100); n > 0; --n) {
+                out.put(pick(place(), length()));
+                out.put(pick(place(), length()));
+            }
+            data = out.take() + std::string(pick(0, 0, 3), '\0');
+        }
+        const std::string_view whole = ucx::make_header(header);
+        const auto sent =
+            ucx::Request::start(endpoint, "ucp_am_send_nbx", {}, [&](auto& completion) {
+                const std::size_t size = pick(whole.size(), whole.size(), random() % whole.size());
+                endpoint->send(completion, ucx::kMessageId, whole.substr(0, size), data);
+            });
+        CHECK(worker->progress_until(in(20s), true, [&] { return sent->check(); }));
+    }
+    endpoint->close();
+    bool is_reported = false;
+    try {
+        for (const auto until = in(20s); transfer::Clock::now() < until;) {
+            (void)owner.agent->take_notifications(in(100ms));
+        }
+    } catch (const Error& e) {
+        is_reported = e.kind() == "WireError";
+    }
+    CHECK(is_reported);
+    CHECK(owner.ordinary == before);
+    transfer::Submission request;
+    request.op = Op::kRead;
+    request.peer = peer;
+    request.local_extents = {reader.spans[0].row};
+    request.remote_extents = {owner.spans[0].row};
+    request.timeout = 60s;
+    const auto t = reader.agent->submit(request);
+    CHECK(t->wait(in(60s)));
+    CHECK(t->state() == State::kDone);
+    CHECK(reader.ordinary == before);
 }
 
 TEST_CASE("nothing is left alive") {

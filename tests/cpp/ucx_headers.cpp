@@ -61,27 +61,7 @@ SAME_FIELD(capi::EndpointAttr, num_transports, ucp_ep_attr_t, transports.num_ent
 SAME_FIELD(capi::EndpointAttr, transport_bytes, ucp_ep_attr_t, transports.entry_size);
 SAME_VALUE(capi::EndpointAttr::kTransports, UCP_EP_ATTR_FIELD_TRANSPORTS);
 
-SAME_FIELD(capi::EndpointParams, flags, ucp_ep_params_t, flags);
-SAME_FIELD(capi::EndpointParams, socket_address, ucp_ep_params_t, sockaddr);
-SAME_FIELD(capi::EndpointParams, connection_request, ucp_ep_params_t, conn_request);
-SAME_FIELD(capi::SocketAddress, address, ucs_sock_addr_t, addr);
-SAME_FIELD(capi::SocketAddress, length, ucs_sock_addr_t, addrlen);
-SAME_VALUE(capi::EndpointParams::kSocketAddress, UCP_EP_PARAM_FIELD_SOCK_ADDR);
-SAME_VALUE(capi::EndpointParams::kFlags, UCP_EP_PARAM_FIELD_FLAGS);
-SAME_VALUE(capi::EndpointParams::kConnectionRequest, UCP_EP_PARAM_FIELD_CONN_REQUEST);
-SAME_VALUE(capi::EndpointParams::kClientServer, UCP_EP_PARAMS_FLAGS_CLIENT_SERVER);
 SAME_VALUE(capi::kErrorNone, UCP_ERR_HANDLING_MODE_NONE);
-
-SAME_FIELD(capi::ListenerParams, mask, ucp_listener_params_t, field_mask);
-SAME_FIELD(capi::ListenerParams, socket_address, ucp_listener_params_t, sockaddr);
-SAME_FIELD(capi::ListenerParams, on_request, ucp_listener_params_t, conn_handler.cb);
-SAME_FIELD(capi::ListenerParams, request_argument, ucp_listener_params_t, conn_handler.arg);
-SAME_VALUE(capi::ListenerParams::kSocketAddress, UCP_LISTENER_PARAM_FIELD_SOCK_ADDR);
-SAME_VALUE(capi::ListenerParams::kOnRequest, UCP_LISTENER_PARAM_FIELD_CONN_HANDLER);
-static_assert(sizeof(capi::ListenerAttr) >= sizeof(ucp_listener_attr_t));
-SAME_FIELD(capi::ListenerAttr, mask, ucp_listener_attr_t, field_mask);
-SAME_FIELD(capi::ListenerAttr, socket_address, ucp_listener_attr_t, sockaddr);
-SAME_VALUE(capi::ListenerAttr::kSocketAddress, UCP_LISTENER_ATTR_FIELD_SOCKADDR);
 
 SAME_FIELD(capi::MemoryParams, mask, ucp_mem_map_params_t, field_mask);
 SAME_FIELD(capi::MemoryParams, address, ucp_mem_map_params_t, address);
@@ -99,16 +79,6 @@ SAME_VALUE(capi::kMemoryCuda, UCS_MEMORY_TYPE_CUDA);
 SAME_FIELD(capi::MemoryAttr, mask, ucp_mem_attr_t, field_mask);
 SAME_FIELD(capi::MemoryAttr, address, ucp_mem_attr_t, address);
 SAME_VALUE(capi::MemoryAttr::kAddress, UCP_MEM_ATTR_FIELD_ADDRESS);
-
-SAME_FIELD(capi::AdviseParams, mask, ucp_mem_advise_params_t, field_mask);
-SAME_FIELD(capi::AdviseParams, address, ucp_mem_advise_params_t, address);
-SAME_FIELD(capi::AdviseParams, length, ucp_mem_advise_params_t, length);
-SAME_FIELD(capi::AdviseParams, advice, ucp_mem_advise_params_t, advice);
-SAME_VALUE(capi::AdviseParams::kAddress, UCP_MEM_ADVISE_PARAM_FIELD_ADDRESS);
-SAME_VALUE(capi::AdviseParams::kLength, UCP_MEM_ADVISE_PARAM_FIELD_LENGTH);
-SAME_VALUE(capi::AdviseParams::kAdvice, UCP_MEM_ADVISE_PARAM_FIELD_ADVICE);
-SAME_VALUE(capi::kAdviceNormal, UCP_MADV_NORMAL);
-SAME_VALUE(capi::kAdviceWillNeed, UCP_MADV_WILLNEED);
 
 SAME_FIELD(capi::RequestParams, mask, ucp_request_param_t, op_attr_mask);
 SAME_FIELD(capi::RequestParams, flags, ucp_request_param_t, flags);

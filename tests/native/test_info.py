@@ -1,4 +1,4 @@
-"""``pynixlkv info`` against the libraries that are really here."""
+"""``pynixlkv info`` against the installed libraries."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def test_json_names_library_version_transports_and_memory():
     assert isinstance(report["missing"], list)
 
 
-def test_people_see_the_same():
+def test_the_table_shows_the_same():
     text = info(COLUMNS="200")
     for part in ("libnixl_capi.so", "UCX", "DRAM", "transports"):
         assert part in text

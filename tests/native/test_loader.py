@@ -1,4 +1,4 @@
-"""Finding NIXL, and what is said when it is not there."""
+"""Finding and opening NIXL and UCX, and the errors and the report when they are missing."""
 
 import importlib.metadata
 import itertools
@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 import pynixlkv
-from pynixlkv import _loader
-from pynixlkv._native import NixlLibrary
+from pynixlkv import _loader, _native
 from pynixlkv.errors import LibraryNotFoundError, LibraryVersionError
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +61,7 @@ def no_nixl(monkeypatch, tmp_path):
     monkeypatch.setattr(_loader.importlib.metadata, "distribution", not_there)
     monkeypatch.setattr(_loader, "_SYSTEM_PREFIXES", (str(tmp_path),))
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path}/one:{tmp_path}/two")
-    monkeypatch.setattr(_loader, "_loaded", None)
+    monkeypatch.setattr(_loader.NIXL, "loaded", None)
 
 
 class FakeDistribution:
@@ -178,7 +177,7 @@ def test_the_system_comes_last(install, monkeypatch, tmp_path):
     assert _loader.find_nixl().origin == "nixl-cu13"
 
 
-def test_b111_an_old_distribution_is_named_with_its_version(install):
+def test_an_old_distribution_is_named_with_its_version(install):
     install("nixl-cu12", "0.8.0", library="libnixl.so")
     with pytest.raises(LibraryNotFoundError, match=r"nixl-cu12 0\.8\.0: has no libnixl_capi\.so"):
         _loader.find_nixl()
@@ -187,9 +186,7 @@ def test_b111_an_old_distribution_is_named_with_its_version(install):
         _loader.find_nixl()
 
 
-def test_b111_a_missing_function_is_named_with_library_and_command(
-    monkeypatch, no_nixl, build_library
-):
+def test_a_missing_function_is_named_with_library_and_command(monkeypatch, no_nixl, build_library):
     path = build_library(without=["gen_notif"])
     monkeypatch.setenv("PYNIXLKV_NIXL_LIBRARY", str(path))
     with pytest.raises(LibraryVersionError) as caught:
@@ -199,14 +196,14 @@ def test_b111_a_missing_function_is_named_with_library_and_command(
     assert isinstance(caught.value, ImportError)
 
 
-def test_b111_a_library_from_before_the_stub_question_is_refused(build_library):
+def test_a_library_that_cannot_say_whether_it_is_a_stub_is_refused(build_library):
     with pytest.raises(LibraryVersionError, match="nixl_capi_is_stub"):
-        NixlLibrary(str(build_library(without=["is_stub"])))
+        _native.nixl.Library(str(build_library(without=["is_stub"])))
 
 
 def test_a_stub_build_is_refused(build_library):
     with pytest.raises(LibraryVersionError, match="stub build"):
-        NixlLibrary(str(build_library(stub=True)))
+        _native.nixl.Library(str(build_library(stub=True)))
 
 
 def test_a_file_that_is_no_library_is_refused(monkeypatch, no_nixl, tmp_path):
@@ -267,7 +264,7 @@ def test_import_is_quiet():
     assert run_python(code) == "module 'pynixlkv' has no attribute 'nonsense'"
 
 
-def test_b093_no_torch_and_no_python_nixl_are_needed():
+def test_neither_torch_nor_python_nixl_is_needed():
     code = SELF_TRANSFER + textwrap.dedent("""
     import sys
     print(sorted(m for m in sys.modules if m.split(".")[0].startswith(("torch", "nixl"))))
@@ -296,13 +293,13 @@ ORDERS = [
 
 
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
-def test_b094_import_order_does_not_matter(order):
+def test_import_order_does_not_matter(order):
     pytest.importorskip("torch", reason="NIXL's own package needs torch")
     run_python("".join(f"import {module}\n" for module in order) + SELF_TRANSFER)
 
 
 @pytest.mark.parametrize("first", ["libucx", "pynixlkv.nixl"])
-def test_b090_two_ucx_libraries_in_one_process(first):
+def test_two_ucx_libraries_in_one_process(first):
     pytest.importorskip("libucx", reason="needs the libucx wheel")
     load = "import libucx\nlibucx.load_library()\n"
     code = (load if first == "libucx" else "") + SELF_TRANSFER + load + SELF_TRANSFER
@@ -320,7 +317,7 @@ def test_b090_two_ucx_libraries_in_one_process(first):
 def no_ucx(monkeypatch, no_nixl):
     """A machine without UCX or NIXL."""
     monkeypatch.delenv("PYNIXLKV_UCX_LIBRARY", raising=False)
-    monkeypatch.setattr(_loader, "_loaded_ucx", None)
+    monkeypatch.setattr(_loader.UCX, "loaded", None)
 
 
 def test_ucx_not_found_names_every_path_and_the_command(no_ucx):
@@ -392,7 +389,7 @@ def build_ucx(tmp_path):
     ("minor", "without", "words"),
     [(17, (), ["UCX 1.17.0", "1.18 or newer"]), (22, ("rkey_ptr",), ["no symbol ucp_rkey_ptr"])],
 )
-def test_a_ucx_that_does_not_do_is_refused(no_ucx, monkeypatch, build_ucx, minor, without, words):
+def test_an_old_or_incomplete_ucx_is_refused(no_ucx, monkeypatch, build_ucx, minor, without, words):
     path = build_ucx(minor, without)
     monkeypatch.setenv("PYNIXLKV_UCX_LIBRARY", str(path))
     with pytest.raises(LibraryVersionError) as caught:
@@ -401,7 +398,7 @@ def test_a_ucx_that_does_not_do_is_refused(no_ucx, monkeypatch, build_ucx, minor
         assert word in str(caught.value)
 
 
-def test_a_file_that_is_no_ucx_is_refused(no_ucx, monkeypatch, tmp_path):
+def test_a_ucx_file_that_is_no_library_is_refused(no_ucx, monkeypatch, tmp_path):
     (tmp_path / "libucp.so.0").write_text("not a library")
     monkeypatch.setenv("PYNIXLKV_UCX_LIBRARY", str(tmp_path))
     with pytest.raises(LibraryNotFoundError, match=r"cannot open .*pip install"):

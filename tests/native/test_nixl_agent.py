@@ -1,4 +1,4 @@
-"""`NixlAgent` beyond what the conformance suite asks of every engine."""
+"""`NixlAgent` beyond the conformance suite."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def test_prepared_rows_do_not_keep_memory_registered(pair):
         assert not a.read(peer, plan, [5, 1], [9, 2]).wait(60.0).prepared
 
 
-def test_another_engine_or_release_is_refused(pair, monkeypatch):
+def test_another_transfer_backend_or_release_is_refused(pair, monkeypatch):
     (a, _, _), (b, _, _) = pair
     with FakeAgent("fake", FakeNetwork()) as fake:
         hello = fake.hello()
-    with pytest.raises(HandshakeError, match=r"backend 'fake', this agent 'nixl'"):
+    with pytest.raises(HandshakeError, match=r"transfer backend 'fake'.*'nixl'"):
         a.connect(hello)
-    monkeypatch.setattr(b, "_engine_version", "0.9.0")
+    monkeypatch.setattr(b, "_backend_version", "0.9.0")
     with pytest.raises(ProtocolVersionError, match=r"nixl 0\.9\.0") as caught:
         a.connect(b.hello())
     assert caught.value.remote_version == "0.9.0"

@@ -1,4 +1,4 @@
-"""Many gets and puts as one call."""
+"""Batches of gets and puts."""
 
 import threading
 
@@ -20,11 +20,11 @@ def pair():
     worker, other = Worker(context), Worker(context)
     stop = threading.Event()
 
-    def take_part():
+    def progress():
         while not stop.is_set():
             other.spin(0.005)
 
-    thread = threading.Thread(target=take_part)
+    thread = threading.Thread(target=progress)
     thread.start()
     with Endpoint(worker, other.address) as endpoint:
         yield here, there, local, RemoteKey(endpoint, remote.pack()), endpoint
@@ -41,7 +41,7 @@ def places():
 
 @pytest.mark.parametrize("window", [1, 7, 1000])
 @pytest.mark.parametrize("is_get", [True, False], ids=["get", "put"])
-def test_every_piece_arrives_in_its_place(pair, window, is_get):
+def test_every_piece_arrives_at_its_offset(pair, window, is_get):
     here, there, local, key, _ = pair
     expected_here, expected_there = here.copy(), there.copy()
     for a, b in places():
@@ -59,7 +59,7 @@ def test_every_piece_arrives_in_its_place(pair, window, is_get):
     assert (batch.piece_times >= 0).all()
 
 
-def test_no_pieces_are_nothing_to_wait_for(pair):
+def test_an_empty_batch_is_complete(pair):
     here, _, local, key, _ = pair
     before = here.copy()
     get_batch(local, key, np.zeros((0, 2), dtype=int), PIECE).wait(1.0)
@@ -78,7 +78,7 @@ def test_no_pieces_are_nothing_to_wait_for(pair):
         ([[0, 0, 0]], "integers of shape"),
     ],
 )
-def test_pieces_outside_of_the_memory_are_refused_by_number(pair, wrong, words):
+def test_a_piece_outside_the_memory_is_refused_by_number(pair, wrong, words):
     _, _, local, key, _ = pair
     with pytest.raises(ConfigError, match=words):
         get_batch(local, key, wrong, PIECE)
@@ -91,7 +91,7 @@ def test_lengths_and_windows_must_be_positive(pair, nbytes, window):
         put_batch(local, key, [[0, 0]], nbytes, window=window)
 
 
-def test_a_closed_endpoint_ends_it(pair):
+def test_closing_the_endpoint_ends_the_batch(pair):
     _, _, local, key, endpoint = pair
     batch = get_batch(local, key, places(), PIECE)
     endpoint.close()

@@ -1,4 +1,4 @@
-"""What `UcxAgent` does about peers that cannot be reached, do not fit, or take memory away."""
+"""`UcxAgent` and peers that cannot be reached, do not fit, or deregister memory."""
 
 import functools
 import sys
@@ -38,14 +38,14 @@ def start_remote():
 
 
 @pytest.mark.parametrize("sides", ["self self", "self tcp", "tcp self"])
-def test_b092_transports_that_do_not_meet_are_an_error_that_names_the_variable(start_remote, sides):
+def test_transports_that_do_not_meet_are_an_error_that_names_the_variable(start_remote, sides):
     here, there = sides.split()
     remote = start_remote(config={"TLS": there})
     with UcxAgent("a", config={"TLS": here}) as agent, pytest.raises(UcxError, match="UCX_TLS"):
         agent.connect(remote.hello())
 
 
-def test_b092_also_when_the_environment_says_so(start_remote, monkeypatch):
+def test_transports_of_the_environment_are_named_too(start_remote, monkeypatch):
     monkeypatch.setenv("UCX_TLS", "self")
     remote = start_remote()
     with UcxAgent("a") as agent:
@@ -54,7 +54,7 @@ def test_b092_also_when_the_environment_says_so(start_remote, monkeypatch):
             agent.connect(remote.hello())
 
 
-def test_an_address_where_nobody_is_any_more_is_a_lost_peer(start_remote):
+def test_the_address_of_a_dead_process_is_a_lost_peer(start_remote):
     remote = start_remote(config={"TLS": "tcp"})
     hello, there = remote.hello(), remote.address()
     remote.kill()
@@ -72,7 +72,7 @@ def _changed(hello, **fields):
     return msgspec.structs.replace(Hello.unseal(hello), **fields).seal()
 
 
-def test_a_peer_that_does_not_fit_is_refused_before_ucx_hears_of_it():
+def test_an_incompatible_peer_is_refused_before_ucx_sees_its_metadata():
     with UcxAgent("a") as a, UcxAgent("b") as b, UcxAgent("c", error_handling=False) as c:
         hello = b.hello()
         other = {"little": "big", "big": "little"}[sys.byteorder]
@@ -93,7 +93,7 @@ def test_a_peer_that_does_not_fit_is_refused_before_ucx_hears_of_it():
 
 @pytest.mark.parametrize("tls", ["tcp", "all"])
 def test_memory_that_its_owner_deregisters_during_a_read(start_remote, tls):
-    """Allowed to end either way; nobody dies, and the next hello says that it is gone."""
+    """Success and failure are both allowed; the next hello no longer lists the memory."""
     remote = start_remote(config={"TLS": tls})
     there = remote.register_more(SIZE, 3)
     array = np.zeros(SIZE, dtype=np.uint8)

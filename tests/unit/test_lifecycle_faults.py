@@ -692,7 +692,7 @@ def test_an_abort_while_bytes_move_is_reported_when_they_are_quiet(mode):
         world.until(lambda: reads if mode == "pull" else prefill.ranks[0].agent._native.running)
         if mode == "pull":  # one that was not posted yet would be quiet at once
             (read,) = decode.ranks[0].worker._receiver._requests["d1"].transfers
-            world.until(lambda: read._native.stats["post_ns"])
+            world.until(lambda: read._native.stats.post_ns)
         decode.finish("d1")
         world.quiet()
         assert not world.outcomes["D"].failed

@@ -1,4 +1,4 @@
-#include "ucx/served.hpp"
+#include "ucx/am_rma.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -14,32 +14,32 @@ namespace {
 using transfer::Memory;
 using transfer::Op;
 
-/// Bytes of a message. Up to 16,515 UCX sends over tcp at once and without a copy, by its default
-/// settings (`UCX_PROTO_INFO=y` shows it); more of them take twice as long.
+/// Bytes of a message. With its default settings UCX sends up to 16,515 bytes over tcp at once and
+/// without a copy (`UCX_PROTO_INFO=y` shows it); longer messages take twice as long.
 constexpr std::size_t kPieceBytes = 16U << 10U;
-/// Most pieces that wait for the socket.
+/// Most pieces waiting for the socket.
 constexpr std::size_t kMaxWaiting = 128;
-/// Most pieces in a row for one client, so that others get their turn.
+/// Most pieces in a row for one client, so that the others are served too.
 constexpr int kMaxPieces = 64;
-/// How many clients are remembered to have gone.
+/// Number of closed clients to remember.
 constexpr std::size_t kMaxGone = 1024;
 
 }  // namespace
 
-std::string_view make_header(const ServedHeader& header) {
+std::string_view make_header(const AmRmaHeader& header) {
     return {reinterpret_cast<const char*>(&header), sizeof header};
 }
 
-std::optional<ServedHeader> read_header(std::string_view bytes) {
-    if (bytes.size() != sizeof(ServedHeader)) {
+std::optional<AmRmaHeader> read_header(std::string_view bytes) {
+    if (bytes.size() != sizeof(AmRmaHeader)) {
         return std::nullopt;
     }
-    ServedHeader header{};
+    AmRmaHeader header{};
     std::memcpy(&header, bytes.data(), sizeof header);
     return header;
 }
 
-std::uint64_t new_served_number() {
+std::uint64_t new_connection_number() {
     std::random_device random;
     std::uint64_t number = 0;
     while (number == 0) {
@@ -48,31 +48,30 @@ std::uint64_t new_served_number() {
     return number;
 }
 
-// ---- those who ask
+// ---- the initiator
 
-std::uint64_t ServedOperations::add(ServedOperation* operation) {
-    operations_.emplace(++last_, operation);
+std::uint64_t AmRmaXfers::add(AmRmaXfer* xfer) {
+    xfers_.emplace(++last_, xfer);
     return last_;
 }
 
-void ServedOperations::on_message(const ServedHeader& header, std::string_view data) {
-    const auto found = operations_.find(header.operation);
-    if (found == operations_.end()) {
+void AmRmaXfers::on_message(const AmRmaHeader& header, std::string_view data) {
+    const auto found = xfers_.find(header.xfer);
+    if (found == xfers_.end()) {
         return;
     }
-    ServedOperation& operation = *found->second;
-    if (header.kind == ServedKind::kData) {
-        operation.on_data(header, data);
+    AmRmaXfer& xfer = *found->second;
+    if (header.kind == AmRmaKind::kData) {
+        xfer.on_data(header, data);
     } else if (data.empty()) {
-        operation.is_written_ = true;
+        xfer.is_written_ = true;
     } else {
-        operation.refusal_ = data;
+        xfer.refusal_ = data;
     }
 }
 
-ServedOperation::ServedOperation(std::shared_ptr<ServedOperations> all, UcxConnection& connection,
-                                 const LocalRegions& local_regions, Op op,
-                                 const transfer::RowPairs& rows)
+AmRmaXfer::AmRmaXfer(std::shared_ptr<AmRmaXfers> all, UcxConnection& connection,
+                     const LocalRegions& local_regions, Op op, const transfer::RowPairs& rows)
     : all_(std::move(all)),
       endpoint_(connection.endpoint),
       connection_(connection),
@@ -90,7 +89,7 @@ ServedOperation::ServedOperation(std::shared_ptr<ServedOperations> all, UcxConne
     due_ = total_;
 }
 
-void ServedOperation::post() {
+void AmRmaXfer::post() {
     number_ = all_->add(this);
     if (op_ == Op::kRead) {
         ask();
@@ -102,7 +101,7 @@ void ServedOperation::post() {
     }
 }
 
-bool ServedOperation::poll() {
+bool AmRmaXfer::poll() {
     if (op_ == Op::kWrite) {
         write();
         if (!completion_.is_quiet()) {
@@ -113,19 +112,18 @@ bool ServedOperation::poll() {
     return op_ == Op::kRead ? due_ == 0 : is_written_;
 }
 
-void ServedOperation::ask() {
+void AmRmaXfer::ask() {
     ByteWriter out;
     for (const Part& part : parts_) {
         out.put(part.remote);
         out.put(part.length);
     }
     connection_.send(
-        make_header(
-            {.kind = ServedKind::kRead, .connection = connection_.number, .operation = number_}),
+        make_header({.kind = AmRmaKind::kRead, .connection = connection_.number, .xfer = number_}),
         out.take());
 }
 
-void ServedOperation::write() {
+void AmRmaXfer::write() {
     while (next_ < parts_.size() && completion_.pending() < kMaxWaiting && refusal_.empty() &&
            completion_.status() == Status::kOk && !endpoint_->failure()) {
         const Part& part = parts_[next_];
@@ -133,9 +131,9 @@ void ServedOperation::write() {
         // NOLINTNEXTLINE(performance-no-int-to-ptr)
         const auto* bytes = reinterpret_cast<const char*>(part.local + offset_);
         endpoint_->send(completion_, kMessageId,
-                        make_header({.kind = ServedKind::kWrite,
+                        make_header({.kind = AmRmaKind::kWrite,
                                      .connection = connection_.number,
-                                     .operation = number_,
+                                     .xfer = number_,
                                      .place = part.remote + offset_,
                                      .total = total_}),
                         {bytes, length});
@@ -148,7 +146,7 @@ void ServedOperation::write() {
 }
 
 /// @throws NativeError when it has failed
-void ServedOperation::check() {
+void AmRmaXfer::check() {
     const char* call = op_ == Op::kRead ? "a served read" : "a served write";
     const auto what = [&] { return text(parts_.size(), " rows of peer '", connection_.name, "'"); };
     if (!refusal_.empty()) {
@@ -160,7 +158,7 @@ void ServedOperation::check() {
     }
 }
 
-void ServedOperation::on_data(const ServedHeader& header, std::string_view data) {
+void AmRmaXfer::on_data(const AmRmaHeader& header, std::string_view data) {
     if (op_ != Op::kRead || header.row >= parts_.size() ||
         header.place > parts_[header.row].length ||
         data.size() > parts_[header.row].length - header.place || data.size() > due_) {
@@ -173,25 +171,25 @@ void ServedOperation::on_data(const ServedHeader& header, std::string_view data)
     due_ -= data.size();
 }
 
-// ---- those who serve
+// ---- the owner of the memory
 
-void Server::on_message(const ServedHeader& header, std::string_view data) {
+void AmRmaServer::on_message(const AmRmaHeader& header, std::string_view data) {
     const std::uint64_t number = header.connection;
     if (is_closed_ || (!clients_.contains(number) &&
                        std::find(gone_.begin(), gone_.end(), number) != gone_.end())) {
         return;
     }
-    // Messages may overtake each other, so that any may be a client's first.
+    // Messages can overtake each other: a client's first need not be kOpen.
     Client& client = clients_[number];
     switch (header.kind) {
-        case ServedKind::kOpen:
+        case AmRmaKind::kOpen:
             client.address = data;
             break;
-        case ServedKind::kClose:
+        case AmRmaKind::kClose:
             client.is_over = true;
             break;
-        case ServedKind::kRead: {
-            Read read{.operation = header.operation, .rows = {}};
+        case AmRmaKind::kRead: {
+            Read read{.xfer = header.xfer, .rows = {}};
             ByteReader in(data, "the rows of a read");
             for (std::size_t i = 0; i < data.size() / (2 * sizeof(std::uint64_t)); ++i) {
                 const auto address = in.get<std::uint64_t>();
@@ -201,7 +199,7 @@ void Server::on_message(const ServedHeader& header, std::string_view data) {
             client.reads.push_back(std::move(read));
             break;
         }
-        case ServedKind::kWrite:
+        case AmRmaKind::kWrite:
             take_piece(client, header, data);
             break;
         default:
@@ -210,7 +208,7 @@ void Server::on_message(const ServedHeader& header, std::string_view data) {
     }
 }
 
-std::string Server::refusal(const Row& row) const {
+std::string AmRmaServer::refusal(const Row& row) const {
     try {
         const LocalRegion* hint = nullptr;
         return regions_->find(row, hint).span.memory == Memory::kDram
@@ -221,8 +219,9 @@ std::string Server::refusal(const Row& row) const {
     }
 }
 
-void Server::take_piece(Client& client, const ServedHeader& header, std::string_view data) const {
-    auto& due = client.due.try_emplace(header.operation, header.total).first->second;
+void AmRmaServer::take_piece(Client& client, const AmRmaHeader& header,
+                             std::string_view data) const {
+    auto& due = client.due.try_emplace(header.xfer, header.total).first->second;
     if (due == 0) {
         return;  // refused before
     }
@@ -230,19 +229,19 @@ void Server::take_piece(Client& client, const ServedHeader& header, std::string_
         data.size() > due ? "it is longer than it said" : refusal({header.place, data.size(), 0});
     if (!reason.empty()) {
         due = 0;
-        client.ends.push_back({header.operation, std::move(reason)});
+        client.ends.push_back({header.xfer, std::move(reason)});
         return;
     }
     // NOLINTNEXTLINE(performance-no-int-to-ptr)
     std::memcpy(reinterpret_cast<char*>(header.place), data.data(), data.size());
     due -= data.size();
     if (due == 0) {
-        client.due.erase(header.operation);
-        client.ends.push_back({header.operation, {}});
+        client.due.erase(header.xfer);
+        client.ends.push_back({header.xfer, {}});
     }
 }
 
-bool Server::serve() {
+bool AmRmaServer::serve() {
     bool worked = false;
     for (auto at = clients_.begin(); at != clients_.end();) {
         Client& client = at->second;
@@ -259,19 +258,19 @@ bool Server::serve() {
         try {
             worked |= serve(client);
         } catch (const std::exception&) {
-            client.is_over = true;  // it cannot be reached: nobody is left to be told
+            client.is_over = true;  // it cannot be reached
             worked = true;
         }
     }
     return worked;
 }
 
-bool Server::serve(Client& client) {
+bool AmRmaServer::serve(Client& client) {
     if (!client.endpoint) {
         if (client.address.empty()) {
             return false;
         }
-        client.endpoint = Endpoint::create(worker_, client.address, errors_);
+        client.endpoint = std::make_shared<Endpoint>(worker_, client.address, errors_);
         client.outbox = std::make_unique<Outbox>(client.endpoint);
     }
     int count = 0;
@@ -279,7 +278,7 @@ bool Server::serve(Client& client) {
         if (!client.ends.empty()) {
             const End end = std::move(client.ends.front());
             client.ends.pop_front();
-            client.outbox->send(make_header({.kind = ServedKind::kEnd, .operation = end.operation}),
+            client.outbox->send(make_header({.kind = AmRmaKind::kEnd, .xfer = end.xfer}),
                                 end.refusal, "a client");
         } else if (!client.reads.empty()) {
             send_piece(client);
@@ -290,26 +289,26 @@ bool Server::serve(Client& client) {
     return count > 0;
 }
 
-void Server::send_piece(Client& client) {
+void AmRmaServer::send_piece(Client& client) {
     Read& read = client.reads.front();
     if (read.next == read.rows.size()) {
         client.reads.pop_front();
         return;
     }
     const Row& row = read.rows[read.next];
-    // Looked up for each piece: it may have been deregistered meanwhile.
+    // For each piece, because the row may have been deregistered since the last one.
     if (std::string reason = refusal(row); !reason.empty()) {
-        client.ends.push_back({read.operation, std::move(reason)});
+        client.ends.push_back({read.xfer, std::move(reason)});
         client.reads.pop_front();
         return;
     }
     const std::uint64_t length = std::min<std::uint64_t>(row.length - read.offset, kPieceBytes);
-    // Copied, so that it may be deregistered while the bytes wait for the socket.
+    // Copied, so that the row may be deregistered while the bytes wait for the socket.
     // NOLINTNEXTLINE(performance-no-int-to-ptr)
     std::string bytes(reinterpret_cast<const char*>(row.address + read.offset), length);
-    client.outbox->send(make_header({.kind = ServedKind::kData,
+    client.outbox->send(make_header({.kind = AmRmaKind::kData,
                                      .row = static_cast<std::uint32_t>(read.next),
-                                     .operation = read.operation,
+                                     .xfer = read.xfer,
                                      .place = read.offset}),
                         std::move(bytes), "a client");
     read.offset += length;
@@ -321,7 +320,7 @@ void Server::send_piece(Client& client) {
     }
 }
 
-void Server::close() {
+void AmRmaServer::close() {
     is_closed_ = true;
     while (!clients_.empty()) {
         clients_.extract(clients_.begin());

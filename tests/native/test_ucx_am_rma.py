@@ -1,0 +1,71 @@
+"""AM-RMA: memory whose owner answers gets and puts by messages, over tcp."""
+
+import numpy as np
+import pytest
+
+from pynixlkv.errors import TransferError
+from pynixlkv.testing.conformance import rows
+from pynixlkv.testing.contents import random_bytes
+from pynixlkv.types import TransferState
+from pynixlkv.ucx import UcxAgent
+
+WAIT_S = 60.0
+SIZE = 1 << 20
+TCP = {"TLS": "tcp"}
+
+
+def address(array):
+    return int(array.__array_interface__["data"][0])
+
+
+@pytest.fixture
+def pair():
+    """An owner, a connected reader, and the memory of both."""
+    with UcxAgent("owner", config=TCP) as owner, UcxAgent("reader", config=TCP) as reader:
+        theirs, here = random_bytes(SIZE, 1).copy(), np.zeros(SIZE, dtype=np.uint8)
+        registration = owner.register(theirs)
+        reader.register(here)
+        peer = reader.connect(owner.hello())
+        yield owner, reader, peer, theirs, here, registration
+
+
+def both(theirs, here, *pieces):
+    return rows(address(here), *pieces), rows(address(theirs), *pieces)
+
+
+@pytest.mark.parametrize("nbytes", [1, 8, 16_383, 16_384, 16_385, 100_000, SIZE])
+def test_rows_of_any_length_arrive_whole(pair, nbytes):
+    _, reader, peer, theirs, here, _ = pair
+    pieces = [(i, min(nbytes, SIZE - i)) for i in range(0, SIZE, max(nbytes, 4096))]
+    inside = np.zeros(SIZE, dtype=bool)
+    for start, length in pieces:
+        inside[start : start + length] = True
+    reader.read_descriptors(peer, *both(theirs, here, *pieces)).wait(WAIT_S)
+    assert np.array_equal(here[inside], theirs[inside])
+    assert not here[~inside].any()
+    here[:] = random_bytes(SIZE, 2)
+    before = theirs.copy()
+    reader.write_descriptors(peer, *both(theirs, here, *pieces)).wait(WAIT_S)
+    assert np.array_equal(theirs[inside], here[inside])
+    assert np.array_equal(theirs[~inside], before[~inside])
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_deregistered_memory_is_refused(pair, op):
+    owner, reader, peer, theirs, here, registration = pair
+    kept = random_bytes(SIZE, 3).copy()
+    owner.register(kept)
+    reader.connect(owner.hello())
+    registration.close()
+    before = theirs.copy()
+    move = reader.read_descriptors if op == "read" else reader.write_descriptors
+    transfer = move(peer, *both(theirs, here, (0, SIZE)))
+    with pytest.raises(TransferError, match=r"which refuses: .* is not registered"):
+        transfer.wait(WAIT_S)
+    assert transfer.state is TransferState.FAILED
+    assert transfer.wait_quiet(WAIT_S)
+    assert np.array_equal(theirs, before)
+    assert not here.any()
+    # The connection stands, and registered memory is still reached.
+    reader.read_descriptors(peer, *both(kept, here, (0, SIZE))).wait(WAIT_S)
+    assert np.array_equal(here, kept)
