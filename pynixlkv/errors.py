@@ -34,7 +34,6 @@ __all__ = [
     "NixlStateError",
     "NixlTelemetryError",
     "NotRegisteredError",
-    "NotStagedError",
     "PeerLostError",
     "PlanError",
     "PoolExhausted",
@@ -123,10 +122,6 @@ class ClosedError(StateError):
 
 class ForkError(ClosedError):
     """An object of the parent process used in a forked child."""
-
-
-class NotStagedError(StateError):
-    """Host blocks without the contents of their device blocks, which must not be sent."""
 
 
 class PoolExhausted(PynixlkvError):

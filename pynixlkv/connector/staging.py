@@ -3,8 +3,7 @@
 The producer copies device blocks to host blocks, which the consumer reads; the consumer reads into
 host blocks and copies them to its device blocks. The `HostBlockPool` beside the engine's scheduler
 chooses the host blocks of a request. The `HostStaging` of each worker starts the copies, through a
-copy function of the engine, and tracks which host blocks hold the current contents of their device
-blocks. Copies run in the background; each has a `DeviceEvent`.
+copy function of the engine. Copies run in the background; each has a `DeviceEvent`.
 
 `make_host_tensors` and `TensorCopy` are for engines without a copy function of their own.
 """
@@ -17,14 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from pynixlkv.errors import (
-    ConfigError,
-    LayoutError,
-    NotStagedError,
-    PlanError,
-    PoolExhausted,
-    StateError,
-)
+from pynixlkv.errors import ConfigError, LayoutError, PlanError, PoolExhausted, StateError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -47,8 +39,6 @@ __all__ = [
 
 Direction: TypeAlias = Literal["d2h", "h2d"]
 """Device to host, or host to device."""
-
-_NO_BLOCK = -1
 
 
 # ---- events
@@ -203,16 +193,13 @@ class _Copy:
 
 
 class _Group:
-    """The state of the blocks of one group."""
+    """The blocks of one group."""
 
     def __init__(self, name: str, num_device: int, num_host: int) -> None:
         self.name = name
-        # How often each device block was written, as far as reported.
-        self.version: NDArray[np.int64] = np.zeros(num_device, np.int64)
-        # For each host block: its device block, which version of it is staged, the last copy.
-        self.source: NDArray[np.int64] = np.full(num_host, _NO_BLOCK, np.int64)
-        self.staged: NDArray[np.int64] = np.zeros(num_host, np.int64)
+        self.num_device = num_device
         self.copies: NDArray[np.object_] = np.full(num_host, None, np.object_)
+        """The last copy into or out of each host block."""
 
     def check(self, what: str, table: Sequence[int], limit: int) -> NDArray[np.intp]:
         ids = np.asarray(table, np.intp)
@@ -231,13 +218,8 @@ def _kind(group: Group) -> tuple[object, ...]:
     return (*kind, group.has_values, group.tp, group.dcp, group.interleave, group.layers)
 
 
-def _reject(group: _Group, ids: NDArray[np.intp], why: str) -> None:
-    if ids.size:
-        raise NotStagedError(f"host blocks {ids[:8].tolist()} of group {group.name!r} {why}")
-
-
 class HostStaging:
-    """Copies blocks between a device cache and a host cache, and tracks what is staged.
+    """Copies blocks between a device cache and a host cache.
 
     Parameters
     ----------
@@ -258,8 +240,7 @@ class HostStaging:
 
     Notes
     -----
-    Thread-safe; no method waits for a copy. Call `mark_written` when device blocks that may be
-    staged are overwritten.
+    Thread-safe; no method waits for a copy.
     """
 
     def __init__(self, device_cache: KVCache, host_cache: KVCache, copy: CopyFunction) -> None:
@@ -281,12 +262,6 @@ class HostStaging:
     def stage_out(self, device_blocks: BlockLists, host_blocks: BlockLists) -> DeviceEvent:
         """Start to copy device blocks to host blocks, block i to block i, to be sent from there.
 
-        Returns
-        -------
-        DeviceEvent
-            Once it has completed, the host blocks pass `check_staged` until their device blocks
-            are overwritten.
-
         Raises
         ------
         StateError
@@ -300,39 +275,6 @@ class HostStaging:
         The host blocks must not be freed before the event has completed. Raises as `stage_out`.
         """
         return self._start("h2d", device_blocks, host_blocks)
-
-    def mark_written(self, device_blocks: BlockLists) -> None:
-        """Note that device blocks are overwritten: their staged copies are stale."""
-        with self._lock:
-            for group, table in self._pairs(device_blocks):
-                group.version[group.check("device", table, group.version.size)] += 1
-
-    def check_staged(self, host_blocks: BlockLists) -> None:
-        """Verify that host blocks hold the current contents of their device blocks.
-
-        Raises
-        ------
-        NotStagedError
-            If a block was never staged, its copy has not completed or has failed, or its device
-            block was overwritten after the copy was started; names it.
-        """
-        with self._lock:
-            for group, table in self._pairs(host_blocks):
-                ids = group.check("host", table, group.source.size)
-                source = group.source[ids]
-                _reject(group, ids[source == _NO_BLOCK], "were never staged")
-                stale = group.staged[ids] != group.version[source]
-                _reject(group, ids[stale], "are older than their device blocks; stage them again")
-                for copy in set(group.copies[ids].tolist()):
-                    try:
-                        is_done = copy.query()
-                    except Exception as error:
-                        raise NotStagedError(
-                            f"the copy to host blocks of group {group.name!r} failed: {error}"
-                        ) from error
-                    if not is_done:
-                        waiting = ids[group.copies[ids] == copy]
-                        _reject(group, waiting, "are still being copied; wait for the event")
 
     def _pairs(self, blocks: BlockLists) -> list[tuple[_Group, Sequence[int]]]:
         if len(blocks) != len(self._groups):
@@ -348,8 +290,8 @@ class HostStaging:
             for (group, mine), (_, theirs) in zip(
                 self._pairs(device_blocks), self._pairs(host_blocks), strict=True
             ):
-                device = group.check("device", mine, group.version.size)
-                host = group.check("host", theirs, group.source.size)
+                device = group.check("device", mine, group.num_device)
+                host = group.check("host", theirs, group.copies.size)
                 written = host if direction == "d2h" else device
                 if device.size != host.size or np.unique(written).size < written.size:
                     raise PlanError(
@@ -362,14 +304,9 @@ class HostStaging:
                         f"a copy of some of the host blocks {host[:8].tolist()} of group "
                         f"{group.name!r} has not ended; wait for its event before they are reused"
                     )
-                tables.append((group, device, host))
-            for group, device, host in tables:
+                tables.append((group, host))
+            for group, host in tables:
                 group.copies[host] = copy
-                if direction == "d2h":
-                    group.source[host], group.staged[host] = device, group.version[device]
-                else:
-                    group.source[host] = _NO_BLOCK
-                    group.version[device] += 1
         copy.start(self._copy, direction, device_blocks, host_blocks)
         return copy
 
