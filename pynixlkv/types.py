@@ -7,10 +7,13 @@ from typing import Annotated, NewType
 
 import msgspec
 
-__all__ = ["AgentName", "MemorySpan", "MemoryType", "Operation", "TransferState"]
+__all__ = ["AgentName", "MemorySpan", "MemoryType", "Operation", "Rank", "TransferState"]
 
 AgentName = NewType("AgentName", str)
 """Name of an agent, unique among the agents that talk to each other."""
+
+Rank = tuple[int, int]
+"""Pipeline and tensor-parallel rank within an engine."""
 
 
 class MemoryType(enum.IntEnum):

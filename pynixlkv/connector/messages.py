@@ -14,8 +14,9 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from pynixlkv.connector.metadata import BlockLists, Lease, ParallelSizes, Rank
+from pynixlkv.connector.metadata import BlockLists, Lease, ParallelSizes
 from pynixlkv.errors import WireError
+from pynixlkv.types import Rank
 
 __all__ = [
     "MAX_ENTRIES",

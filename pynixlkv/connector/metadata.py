@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from pynixlkv.errors import ConfigError
+from pynixlkv.types import Rank
 
 __all__ = [
     "AgentMetadata",
@@ -25,7 +26,6 @@ __all__ = [
     "ParallelSizes",
     "KVTransferParams",
     "Lease",
-    "Rank",
     "ReqMeta",
     "RequestInfo",
     "TransferMode",
@@ -33,9 +33,6 @@ __all__ = [
 
 BlockLists = tuple[tuple[int, ...], ...]
 """Physical block numbers in token order, one tuple for each group of the cache, in its order."""
-
-Rank = tuple[int, int]
-"""Pipeline and tensor-parallel rank within an engine."""
 
 TransferMode = Literal["pull", "push"]
 """Who moves the bytes: ``"pull"``, the consumer reads; ``"push"``, the producer writes."""

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from pynixlkv.agent import Peer
     from pynixlkv.connector.config import ConnectorConfig
     from pynixlkv.connector.context import Peers, WorkerContext
-    from pynixlkv.connector.metadata import KVTransferParams, ParallelSizes, Rank
+    from pynixlkv.connector.metadata import KVTransferParams, ParallelSizes
     from pynixlkv.geometry import Geometry
+    from pynixlkv.types import Rank
 
 __all__ = ["Fetch", "RemoteEngine", "RemoteEngineState", "RemoteEngines", "RemoteRank", "split"]
 

@@ -31,10 +31,11 @@ if TYPE_CHECKING:
     from pynixlkv.connector.config import ConnectorConfig
     from pynixlkv.connector.context import Peers, WorkerContext
     from pynixlkv.connector.leases import LeaseTable
-    from pynixlkv.connector.metadata import Lease, ParallelSizes, Rank, ReqMeta
+    from pynixlkv.connector.metadata import Lease, ParallelSizes, ReqMeta
     from pynixlkv.connector.staging import DeviceEvent
     from pynixlkv.connector.stats import ConnectorStats
     from pynixlkv.geometry import Geometry
+    from pynixlkv.types import Rank
 
 __all__ = ["Consumer", "Sender"]
 

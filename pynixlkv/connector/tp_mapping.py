@@ -15,8 +15,9 @@ from pynixlkv.topology import expected_readers, read_sources, release_targets
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from pynixlkv.connector.metadata import ParallelSizes, Rank
+    from pynixlkv.connector.metadata import ParallelSizes
     from pynixlkv.geometry import Geometry, Group
+    from pynixlkv.types import Rank
 
 __all__ = ["TransferSlice", "check_complete", "num_readers", "ranks_to_tell", "transfer_slices"]
 

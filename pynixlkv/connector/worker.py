@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from pynixlkv.agent import Agent
-    from pynixlkv.connector.metadata import Rank, ReqMeta
+    from pynixlkv.connector.metadata import ReqMeta
     from pynixlkv.connector.remote_engines import Fetch
     from pynixlkv.connector.staging import DeviceEvent, HostStaging
     from pynixlkv.geometry import KVCache
+    from pynixlkv.types import Rank
 
 __all__ = ["ConnectorWorker", "Finished"]
 

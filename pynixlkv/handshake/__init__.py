@@ -25,7 +25,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from pynixlkv.handshake.client import HandshakeReply, fetch
-from pynixlkv.handshake.message import Rank
 from pynixlkv.handshake.server import Handshake
+from pynixlkv.types import Rank
 
 __all__ = ["Handshake", "HandshakeReply", "Rank", "fetch"]

@@ -24,7 +24,7 @@ from pynixlkv.handshake.security import Keys, find_keys, resolve
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from pynixlkv.handshake.message import Rank
+    from pynixlkv.types import Rank
 
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 # The first of these events that was seen explains a time-out.

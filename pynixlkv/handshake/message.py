@@ -18,14 +18,13 @@ from pynixlkv.errors import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pynixlkv.types import Rank
+
 MAX_REQUEST_BYTES = 1 << 20
 """Longest question that is read; usual ones have some hundred bytes."""
 
 MAX_REPLY_BYTES = 256 << 20
 """Longest reply that is sent or read."""
-
-Rank = tuple[int, int]
-"""Pipeline-parallel and tensor-parallel rank."""
 
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _WireRank = tuple[_Number, _Number]

@@ -22,7 +22,7 @@ from pynixlkv.handshake.security import Keys, find_keys, resolve
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pynixlkv.handshake.message import Rank
+    from pynixlkv.types import Rank
 
 _MAX_WAITING_CONNECTIONS = 1024
 _MAX_FRAMES = 3  # routing id, empty delimiter, message

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pynixlkv.agent import Agent
-    from pynixlkv.connector.metadata import Rank
     from pynixlkv.connector.receiver import RequestEnd
     from pynixlkv.connector.remote_engines import Fetch
     from pynixlkv.connector.staging import DeviceEvent
     from pynixlkv.connector.stats import StatsSnapshot
+    from pynixlkv.types import Rank
 
 POISON = 0xDEAD
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pynixlkv.agent import Peer, Transfer
-    from pynixlkv.connector.metadata import Rank
     from pynixlkv.plan import TransferPlan
+    from pynixlkv.types import Rank
 
 DEADLINE_S = 60.0
 
