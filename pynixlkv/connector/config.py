@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from pynixlkv.connector.metadata import TransferMode
 
-__all__ = ["ConnectorConfig"]
-
 
 @dataclass(frozen=True)
 class ConnectorConfig:

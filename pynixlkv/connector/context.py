@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from pynixlkv.connector.staging import DeviceEvent, Direction, HostStaging
     from pynixlkv.geometry import Geometry, KVCache
 
-__all__ = ["Peers", "WorkerContext"]
-
 _ATTEMPTS = 3
 
 

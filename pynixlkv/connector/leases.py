@@ -18,8 +18,6 @@ from pynixlkv.connector.metadata import Lease
 from pynixlkv.errors import StateError
 from pynixlkv.geometry import KVCache
 
-__all__ = ["LEASE_GROUP", "LeaseSlots", "LeaseTable", "make_words", "status"]
-
 LEASE_GROUP = "pynixlkv.lease"
 """Name of the group of a lease table's geometry."""
 

@@ -18,22 +18,6 @@ from pynixlkv.connector.metadata import BlockLists, Lease, ParallelSizes
 from pynixlkv.errors import WireError
 from pynixlkv.types import Rank
 
-__all__ = [
-    "MAX_ENTRIES",
-    "CancelPush",
-    "ConsumerHello",
-    "ConsumerRank",
-    "Heartbeat",
-    "HeartbeatAck",
-    "LeaseStatus",
-    "Message",
-    "Push",
-    "PushDone",
-    "Release",
-    "decode",
-    "encode",
-]
-
 MAX_ENTRIES = 1024
 """Most requests in one message; with the longest ids it still fits a notification."""
 

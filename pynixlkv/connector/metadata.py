@@ -18,19 +18,6 @@ import msgspec
 from pynixlkv.errors import ConfigError
 from pynixlkv.types import Rank
 
-__all__ = [
-    "AgentMetadata",
-    "BlockLists",
-    "ConnectorMetadata",
-    "EndState",
-    "ParallelSizes",
-    "KVTransferParams",
-    "Lease",
-    "ReqMeta",
-    "RequestInfo",
-    "TransferMode",
-]
-
 BlockLists = tuple[tuple[int, ...], ...]
 """Physical block numbers in token order, one tuple for each group of the cache, in its order."""
 

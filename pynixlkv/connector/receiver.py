@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from pynixlkv.connector.staging import DeviceEvent
     from pynixlkv.connector.stats import ConnectorStats
 
-__all__ = ["Receiver", "RequestEnd"]
-
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 

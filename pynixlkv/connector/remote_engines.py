@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from pynixlkv.geometry import Geometry
     from pynixlkv.types import Rank
 
-__all__ = ["Fetch", "RemoteEngine", "RemoteEngineState", "RemoteEngines", "RemoteRank", "split"]
-
 
 class Fetch(Protocol):
     """Gets the hello bytes of an engine's ranks from its side channel; may block."""

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from pynixlkv.connector.metadata import BlockLists, Lease
     from pynixlkv.connector.staging import HostBlockPool
 
-__all__ = ["ConnectorScheduler", "GroupSpec"]
-
 
 @dataclass(frozen=True)
 class GroupSpec:

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from pynixlkv.geometry import Geometry
     from pynixlkv.types import Rank
 
-__all__ = ["Consumer", "Sender"]
-
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.001

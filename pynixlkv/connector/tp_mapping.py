@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from pynixlkv.geometry import Geometry, Group
     from pynixlkv.types import Rank
 
-__all__ = ["TransferSlice", "check_complete", "num_readers", "ranks_to_tell", "transfer_slices"]
-
 _T = TypeVar("_T")
 
 

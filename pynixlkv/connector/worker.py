@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from pynixlkv.geometry import KVCache
     from pynixlkv.types import Rank
 
-__all__ = ["ConnectorWorker", "Finished"]
-
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 

@@ -18,8 +18,6 @@ from pynixlkv.geometry import KVCache
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ParallelPlace", "group_specs", "kv_cache", "layer_number"]
-
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 

@@ -55,8 +55,6 @@ if TYPE_CHECKING:
     from pynixlkv.agent import Agent
     from pynixlkv.connector.metadata import AgentMetadata, BlockLists
 
-__all__ = ["PyNixlKVConnector"]
-
 _log = logging.getLogger(__name__)
 
 _TESTED = ((0, 32),)

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from pynixlkv.connector.staging import DeviceEvent, Direction
     from pynixlkv.geometry import Geometry
 
-__all__ = ["BlockCopy", "work_so_far"]
-
 
 def work_so_far() -> torch.cuda.Event | None:
     """Return an event after all work launched on the current stream; None without CUDA."""

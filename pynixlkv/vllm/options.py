@@ -12,8 +12,6 @@ from pynixlkv.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Options"]
-
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
 
-__all__ = ["PyNixlKVPromMetrics", "PyNixlKVStats"]
-
 
 class PyNixlKVStats(KVConnectorStats):  # type: ignore[misc]
     """A `StatsSnapshot` on its way from the workers to vLLM's log."""
