@@ -73,7 +73,7 @@ def test_scheduler_step(benchmark, in_flight):
 
     benchmark.extra_info.update(in_flight=in_flight, blocks_of_a_request=TABLE)
     benchmark(step)
-    assert scheduler.num_receiving == in_flight
+    assert len(scheduler._receiving) == in_flight
 
 
 def make_cache(layers, num_blocks):

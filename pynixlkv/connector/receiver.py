@@ -653,15 +653,13 @@ class Receiver:
         """Whether a request is being received."""
         return request_id in self._requests
 
-    @property
-    def num_requests(self) -> int:
-        """Requests whose end has not been reported."""
-        return len(self._requests)
-
-    @property
-    def num_lease_checks(self) -> int:
-        """Lease words that are being read."""
-        return len(self._words) - len(self._free_words)
+    def gauges(self) -> dict[str, int]:
+        """Return the fields of a `StatsSnapshot` that are not counted but observed."""
+        return {
+            "peers": len(self._engines),
+            "receiving": len(self._requests),
+            "lease_checks": len(self._words) - len(self._free_words),
+        }
 
 
 def _chunks(entries: list[_T]) -> list[list[_T]]:

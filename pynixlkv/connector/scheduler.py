@@ -369,19 +369,9 @@ class ConnectorScheduler:
             self._host_pool.free(blocks)
 
     @property
-    def num_receiving(self) -> int:
-        """Requests that are being received."""
-        return len(self._receiving)
-
-    @property
     def num_free_leases(self) -> int:
         """Requests that can be held in addition."""
         return self._slots.num_free
-
-    @property
-    def num_requests(self) -> int:
-        """Requests that are remembered for any reason."""
-        return len({*self._open, *self._receiving, *self._settled, *self._held})
 
 
 def _ceil(tokens: int, spec: GroupSpec) -> int:

@@ -221,20 +221,13 @@ class Sender:
         for push in self._of(request_id):
             self._stop(push, why)
 
-    @property
-    def num_held(self) -> int:
-        """Requests that are held."""
-        return len(self._held)
-
-    @property
-    def num_pushes(self) -> int:
-        """Pushes that have not been answered."""
-        return len(self._pushes)
-
-    @property
-    def num_consumers(self) -> int:
-        """Ranks of consumers that are connected."""
-        return len(self._consumers)
+    def gauges(self) -> dict[str, int]:
+        """Return its part of the gauges, as `Receiver.gauges` does."""
+        return {
+            "live_leases": len(self._held),
+            "pushes": len(self._pushes),
+            "consumers": len(self._consumers),
+        }
 
     # ---- messages of consumers
 

@@ -30,32 +30,18 @@ BUCKET_BOUNDS_S: tuple[float, ...] = tuple(2.0**i * 1e-6 for i in range(28))
 """Upper bounds of the buckets of every histogram: powers of two from 1 µs to 134 s."""
 
 EventName: TypeAlias = Literal[
-    "attach_failures",
-    "duplicate_notifications",
-    "early_notifications",
-    "errors",
-    "foreign_notifications",
-    "late_notifications",
-    "pauses",
-    "peers_lost",
-    "releases_lost",
-    "unanswered_notifications",
+    "attach_failures",  # consumers that could not be connected
+    "duplicate_notifications",  # repeated messages
+    "early_notifications",  # messages about requests that are not known yet
+    "errors",  # defects: a command of the connector raised
+    "foreign_notifications",  # bytes that no connector sends
+    "late_notifications",  # messages about requests that are over
+    "pauses",  # times that this process was stopped or starved
+    "peers_lost",  # producers that died while requests needed them
+    "releases_lost",  # releases that could not be sent; the lease expires
+    "unanswered_notifications",  # messages that could not be answered
 ]
-"""What is counted by name:
-
-=========================== ====================================================
-``attach_failures``         consumers that could not be connected
-``duplicate_notifications`` repeated messages
-``early_notifications``     messages about requests that are not known yet
-``errors``                  defects: a command of the connector raised
-``foreign_notifications``   bytes that no connector sends
-``late_notifications``      messages about requests that are over
-``pauses``                  times that this process was stopped or starved
-``peers_lost``              producers that died while requests needed them
-``releases_lost``           releases that could not be sent; the lease expires
-``unanswered_notifications`` messages that could not be answered
-=========================== ====================================================
-"""
+"""What is counted by name."""
 
 _NUM_BUCKETS = len(BUCKET_BOUNDS_S) + 1
 

@@ -268,19 +268,17 @@ class ConnectorWorker:
 
     def describe(self) -> str:
         """Return the state of the worker in a few lines, for people."""
-        engines = self._engines.all() if self._engines is not None else []
-        lines = [
-            f"{self._identity.engine_id} rank {self._identity.rank}: "
-            f"{self._receiver.num_requests} receiving, {self._sender.num_held} held"
-            if self._engines is not None
-            else f"{self._identity.engine_id} rank {self._identity.rank}: no cache yet"
-        ]
-        lines += [
+        me, seen = self._identity, self.stats.snapshot()
+        state, engines = "no cache yet", []
+        if self._engines is not None:
+            state = f"{seen.receiving} receiving, {seen.live_leases} held"
+            engines = self._engines.all()
+        producers = [
             f"producer {engine.engine_id} at {engine.address[0]}:{engine.address[1]}: "
             f"{engine.state.value}, {len(engine.requests)} requests"
             for engine in engines
         ]
-        return "\n".join([*lines, self.stats.describe()])
+        return "\n".join([f"{me.engine_id} rank {me.rank}: {state}", *producers, seen.describe()])
 
     # ---- the thread
 
@@ -321,14 +319,7 @@ class ConnectorWorker:
         if self._ends or self._sent:
             with self._lock:
                 self._collect()
-        self.stats.set_gauges(
-            live_leases=self._sender.num_held,
-            peers=len(self._engines or ()),
-            receiving=self._receiver.num_requests,
-            lease_checks=self._receiver.num_lease_checks,
-            pushes=self._sender.num_pushes,
-            consumers=self._sender.num_consumers,
-        )
+        self.stats.set_gauges(**self._receiver.gauges(), **self._sender.gauges())
         return due
 
     def _collect(self) -> None:

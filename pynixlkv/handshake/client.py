@@ -39,21 +39,13 @@ _EVENTS = _REFUSED | sum(_SYMPTOMS)
 
 @dataclass(frozen=True)
 class HandshakeReply:
-    """What `fetch` learned about an engine.
-
-    Parameters
-    ----------
-    engine_id : str
-        The engine's id, as asked for.
-    ranks : tuple of (int, int)
-        Pipeline and tensor-parallel rank of every rank that the engine serves, ascending.
-    hellos : mapping of (int, int) to bytes
-        The hello of each rank that was asked for, for `pynixlkv.agent.Agent.connect`.
-    """
+    """What `fetch` learned about an engine."""
 
     engine_id: str
     ranks: tuple[Rank, ...]
+    """All ranks that the engine serves, ascending."""
     hellos: Mapping[Rank, bytes] = field(repr=False)
+    """The hello of each rank that was asked for, for `pynixlkv.agent.Agent.connect`."""
 
 
 def fetch(

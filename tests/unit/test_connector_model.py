@@ -452,7 +452,7 @@ class KitMachine(RuleBasedStateMachine):
                 seen = rank.worker.stats.snapshot()
                 assert seen.events.get("errors", 0) == 0
                 assert (seen.receiving, seen.lease_checks, seen.pushes) == (0, 0, 0)
-        assert self.d.scheduler.num_receiving == 0
+        assert not self.d.scheduler._receiving
 
     def quiet(self):
         idle = 0

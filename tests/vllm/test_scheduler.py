@@ -140,7 +140,7 @@ class Side:
         side = connector._side
         assert self.num_free == BLOCKS - 1
         assert not self.scheduler.requests
-        assert not side.num_requests
+        assert not any((side._open, side._receiving, side._settled, side._held))
         assert not any(
             (connector._infos, connector._computed, connector._rejected, connector._failing)
         )
