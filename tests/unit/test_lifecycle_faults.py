@@ -61,6 +61,21 @@ def received(world, request_id="d1", engine_id="D"):
     return lambda: request_id in world.outcomes[engine_id].received
 
 
+def arrives(world, decode, request_id="d1"):
+    """Wait until a request has been received, and compare its KV."""
+    world.until(received(world, request_id))
+    assert decode.holds(request_id)
+
+
+def complete(world, prefill, decode, num_tokens=12):
+    """Compute the rest of a prompt that is computed in chunks, and hand it over."""
+    prefill.layer_events = {}
+    prefill.compute("p1", num_tokens)
+    world.round()
+    assert prefill.hand_over("p1")
+    arrives(world, decode)
+
+
 def failed(world, request_id="d1", engine_id="D"):
     return lambda: request_id in world.outcomes[engine_id].failed
 
@@ -119,8 +134,7 @@ def test_notices_carry_the_producers_request_id():
     with pair(model=MLA, producer=producer, consumer=consumer) as (world, prefill, decode):
         inbox = world.listen("P")
         start(world, decode, prefill.prefill("r-aaaa", 7, 13), request_id="r-bbbb")
-        world.until(received(world, "r-bbbb"))
-        assert decode.holds("r-bbbb")
+        arrives(world, decode, "r-bbbb")
         world.until(sent(world, "r-aaaa"))
         assert sorted(inbox.releases()) == [(0, "r-aaaa"), (1, "r-aaaa")]
 
@@ -219,8 +233,7 @@ def test_nothing_is_read_before_the_lease_is_granted():
         prefill.ranks[0].write(7, blocks, range(13))
         prefill.event.is_done = True
         world.pass_time(0.1)
-        world.until(received(world))
-        assert decode.holds("d1")
+        arrives(world, decode)
         assert decode.stats.transfers == 1
 
 
@@ -246,9 +259,14 @@ def test_heartbeats_extend_a_lease_and_silence_ends_it():
 @pytest.mark.parametrize("how", ["killed", "silent"])
 def test_a_dead_peer_fails_its_requests_and_can_come_back(mode, how):
     with pair(mode, **BEATS_10, transfer_timeout=1000) as (world, prefill, decode):
-        params = prefill.prefill("p1", 7, 13)
-        start(world, decode, params, request_id="d0", num_tokens=4)
-        world.until(received(world, "d0"))
+        inbox = world.listen("D")
+
+        def num_answers():  # an answer that comes later would count as a sign of life
+            lost = world.count("P", "unanswered_notifications")
+            return lost + len(inbox.of(messages.HeartbeatAck))
+
+        connect(world, prefill, decode)
+        world.until(lambda: num_answers() == 2)  # to the hello and to the first heartbeat
         again = prefill.prefill("p2", 7, 13)
         if how == "killed":
             world.kill("P")
@@ -271,8 +289,7 @@ def test_a_dead_peer_fails_its_requests_and_can_come_back(mode, how):
             world.until(failed(world))
             assert isinstance(errors(world)[0], PeerLostError)
         start(world, decode, prefill.prefill("p3", 5, 13), request_id="d3", prompt=5)
-        world.until(received(world, "d3"))
-        assert decode.holds("d3")
+        arrives(world, decode, "d3")
 
 
 def test_a_waiting_request_is_aborted_while_nobody_hears_of_it():
@@ -331,8 +348,7 @@ def test_nothing_is_received_into_blocks_that_a_step_still_uses():
         assert rank.holds(3, blocks, range(13))
         assert not world.outcomes["D"].received
         event.is_done = True
-        world.until(received(world))
-        assert decode.holds("d1")
+        arrives(world, decode)
 
 
 def test_a_step_that_fails_fails_what_waits_for_it():
@@ -564,8 +580,7 @@ def test_no_single_lost_notice_hangs_a_push(lost):
             world.until(failed(world))
             assert world.end_of("D", "d1") == [EndState.ABORTED]
         else:
-            world.until(received(world))
-            assert decode.holds("d1")
+            arrives(world, decode)
         world.until(sent(world))
         assert at_p.of(messages.Push)
         assert at_d.of(messages.PushDone)
@@ -605,11 +620,7 @@ def test_blocks_that_are_appended_between_steps_are_sent_too():
         prefill.compute("p1", 8)
         world.until(lambda: decode.ranks[0].holds(7, decode.requests["d1"].blocks, range(8)))
         assert not world.outcomes["D"].received
-        prefill.compute("p1", 11)
-        world.round()
-        assert prefill.hand_over("p1")
-        world.until(received(world))
-        assert decode.holds("d1")
+        complete(world, prefill, decode, 11)
         rank = prefill.ranks[0]
         snapshot = rank.worker.stats.snapshot()
         assert snapshot.transfers == 4  # two chunks of two layers
@@ -709,8 +720,7 @@ def test_a_push_that_is_asked_for_in_an_earlier_life_is_not_written_in_the_next(
         world.kill("D")
         decode = world.engine("D")
         start(world, decode, prefill.prefill("p0", 3, 4), request_id="d0", prompt=3, num_tokens=4)
-        world.until(received(world, "d0"))
-        assert decode.holds("d0")
+        arrives(world, decode, "d0")
         prefill.prefill("p1", 7, 13)
         world.quiet()
         assert not prefill.stats.pushes
@@ -736,8 +746,7 @@ def test_a_request_that_is_preempted_is_pushed_anew():
         assert prefill.hand_over("p1")
         world.quiet()
         world.network.resume("D.0.0")
-        world.until(received(world))
-        assert decode.holds("d1")
+        arrives(world, decode)
 
 
 @pytest.fixture
@@ -769,16 +778,8 @@ def test_a_layer_is_written_when_the_device_has_finished_it(pushing):
         prefill.ranks[0].write(7, blocks, range(8), layers=[layer])
         event.is_done = True
 
-    def arrived():
-        return decode.ranks[0].holds(7, decode.requests["d1"].blocks, range(8))
-
-    world.until(arrived)
-    prefill.layer_events = {}
-    prefill.compute("p1", 12)
-    world.round()
-    assert prefill.hand_over("p1")
-    world.until(received(world))
-    assert decode.holds("d1")
+    world.until(lambda: decode.ranks[0].holds(7, decode.requests["d1"].blocks, range(8)))
+    complete(world, prefill, decode)
     assert prefill.stats.transfers == 4  # two chunks of two layers
 
 
@@ -791,12 +792,7 @@ def test_layers_whose_blocks_are_taken_away_are_not_written(pushing):
         event.is_done = True
     world.quiet()
     assert (decode.ranks[0].read(decode.requests["d1"].blocks, range(12)) == 0xDEAD).all()
-    prefill.layer_events = {}
-    prefill.compute("p1", 12)
-    world.round()
-    assert prefill.hand_over("p1")
-    world.until(received(world))
-    assert decode.holds("d1")
+    complete(world, prefill, decode)
 
 
 def test_a_request_that_ends_before_its_layers_is_written_whole_when_all_is_there(pushing):
@@ -810,8 +806,7 @@ def test_a_request_that_ends_before_its_layers_is_written_whole_when_all_is_ther
     prefill.ranks[0].write(7, blocks, range(12))
     for event in (*events.values(), prefill.event):
         event.is_done = True
-    world.until(received(world))
-    assert decode.holds("d1")
+    arrives(world, decode)
 
 
 def test_a_layer_that_fails_on_the_device_fails_its_requests(pushing):
@@ -830,8 +825,7 @@ def test_an_engine_that_moves_to_another_address_is_found_there():
         prefill = world.engine("P")
         prefill.scheduler.address = ("elsewhere", 1)
         start(world, decode, prefill.prefill("p1", 7, 13))
-        world.until(received(world))
-        assert decode.holds("d1")
+        arrives(world, decode)
 
 
 def test_an_address_with_a_new_tenant_fails_what_waits_for_the_old_one():
