@@ -91,10 +91,7 @@ class WorkerContext:
             found, _ = self.tables_by_group(self.cache, blocks, meta.starts, meta.block_sizes)
             return tuple(tuple(np.asarray(table).tolist()) for table in found.values())
 
-        host, device = tables(meta.host_blocks), tables(meta.blocks)
-        if direction == "h2d":
-            return self.staging.stage_in(host, device)
-        return self.staging.stage_out(device, host)
+        return self.staging.stage(direction, tables(meta.blocks), tables(meta.host_blocks))
 
 
 class Peers:

@@ -235,8 +235,6 @@ class HostStaging:
     ------
     ConfigError
         If the caches do not have the same groups.
-    PlanError
-        By methods, if the block numbers of each group do not fit each other or the caches.
 
     Notes
     -----
@@ -259,31 +257,25 @@ class HostStaging:
             for mine, theirs in zip(device, host, strict=True)
         ]
 
-    def stage_out(self, device_blocks: BlockLists, host_blocks: BlockLists) -> DeviceEvent:
-        """Start to copy device blocks to host blocks, block i to block i, to be sent from there.
-
-        Raises
-        ------
-        StateError
-            If an earlier copy into or out of one of the host blocks has not ended.
-        """
-        return self._start("d2h", device_blocks, host_blocks)
-
-    def stage_in(self, host_blocks: BlockLists, device_blocks: BlockLists) -> DeviceEvent:
-        """Start to copy received host blocks to device blocks, block i to block i.
-
-        The host blocks must not be freed before the event has completed. Raises as `stage_out`.
-        """
-        return self._start("h2d", device_blocks, host_blocks)
-
     def _pairs(self, blocks: BlockLists) -> list[tuple[_Group, Sequence[int]]]:
         if len(blocks) != len(self._groups):
             raise PlanError(f"{len(blocks)} block tables for {len(self._groups)} groups")
         return list(zip(self._groups, blocks, strict=True))
 
-    def _start(
+    def stage(
         self, direction: Direction, device_blocks: BlockLists, host_blocks: BlockLists
     ) -> DeviceEvent:
+        """Start to copy block i of each table to or from block i of the other.
+
+        Host blocks can be sent, or freed, once the event has completed.
+
+        Raises
+        ------
+        PlanError
+            If the block numbers of a group do not fit each other or the caches.
+        StateError
+            If an earlier copy into or out of one of the host blocks has not ended.
+        """
         copy = _Copy()
         with self._lock:
             tables = []

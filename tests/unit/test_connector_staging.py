@@ -184,7 +184,7 @@ def test_no_block_is_handed_out_twice_between_threads():
 
 
 def test_staged_blocks_hold_the_bytes_once_the_event_is_done(rank):
-    event = rank.staging.stage_out(((6, 2),), ((0, 4),))
+    event = rank.staging.stage("d2h", ((6, 2),), ((0, 4),))
     assert not event.query()
     rank.copy.finish()
     assert event.query()
@@ -195,12 +195,12 @@ def test_staged_blocks_hold_the_bytes_once_the_event_is_done(rank):
 
 def test_host_blocks_are_not_reused_while_a_copy_runs(rank):
     for start in (
-        lambda: rank.staging.stage_out(((1,),), ((0,),)),
-        lambda: rank.staging.stage_in(((0,),), ((1,),)),
+        lambda: rank.staging.stage("d2h", ((1,),), ((0,),)),
+        lambda: rank.staging.stage("h2d", ((1,),), ((0,),)),
     ):
         event = start()
         with pytest.raises(StateError, match="has not ended"):
-            rank.staging.stage_out(((2,),), ((0,),))
+            rank.staging.stage("d2h", ((2,),), ((0,),))
         rank.copy.finish()
         assert event.query()
 
@@ -215,9 +215,9 @@ def test_blocks_can_be_used_again_after_a_copy_that_fails(rank):
 
     staging = Rank(1, copy).staging
     with pytest.raises(RuntimeError, match="the device is lost"):
-        staging.stage_out(((1,),), ((0,),))
+        staging.stage("d2h", ((1,),), ((0,),))
     failing = False
-    event = staging.stage_out(((1,),), ((0,),))
+    event = staging.stage("d2h", ((1,),), ((0,),))
     rank.copy.finish()
     assert event.query()
 
@@ -225,7 +225,7 @@ def test_blocks_can_be_used_again_after_a_copy_that_fails(rank):
 def test_a_copy_that_fails_later_is_told_by_its_event():
     event = FakeEvent()
     event.error = RuntimeError("an error of the stream")
-    copied = Rank(1, lambda *_: event).staging.stage_out(((1,),), ((0,),))
+    copied = Rank(1, lambda *_: event).staging.stage("d2h", ((1,),), ((0,),))
     with pytest.raises(RuntimeError, match="of the stream"):
         copied.query()
 
@@ -243,7 +243,7 @@ def test_a_copy_that_fails_later_is_told_by_its_event():
 )
 def test_tables_that_do_not_fit(rank, device, host, text):
     with pytest.raises(PlanError, match=text):
-        rank.staging.stage_out(device, host)
+        rank.staging.stage("d2h", device, host)
 
 
 def test_caches_that_are_not_alike(rank):
@@ -265,10 +265,10 @@ def test_from_device_to_device_through_the_hosts(rank, other_rank):
 
         sending, receiving = HostBlockPool([HOST_BLOCKS]), HostBlockPool([HOST_BLOCKS])
         theirs, mine = sending.allocate([3]), receiving.allocate([3])
-        rank.staging.stage_out(((7, 0, 3),), theirs)
+        rank.staging.stage("d2h", ((7, 0, 3),), theirs)
         rank.copy.finish()
         consumer.read(peer, plan, mine[0], theirs[0]).wait(DEADLINE_S)
-        event = other_rank.staging.stage_in(mine, ((1, 6, 4),))
+        event = other_rank.staging.stage("h2d", ((1, 6, 4),), mine)
         other_rank.copy.finish()
         assert event.query()
         receiving.free(mine)
@@ -279,7 +279,7 @@ def test_from_device_to_device_through_the_hosts(rank, other_rank):
 
 
 def test_many_copies_overlap(rank):
-    events = [rank.staging.stage_out(((i,),), ((i,),)) for i in range(HOST_BLOCKS)]
+    events = [rank.staging.stage("d2h", ((i,),), ((i,),)) for i in range(HOST_BLOCKS)]
     assert not any(event.query() for event in events)
     rank.copy.events[0].gate.set()
     wait_for(events[0])

@@ -8,7 +8,7 @@ import pytest
 from pynixlkv.errors import PlanError
 from pynixlkv.geometry import KVCache
 from pynixlkv.plan import TransferPlan
-from pynixlkv.topology import Source, expected_readers, read_sources, release_targets
+from pynixlkv.topology import Source, expected_readers, read_sources
 
 from .reference import apply
 
@@ -113,34 +113,6 @@ def test_packed_content_gives_both_k_and_v_of_the_heads() -> None:
     assert (consumer[1:] == -1).all()
 
 
-def test_mla_is_read_once_and_released_everywhere() -> None:
-    """A replicated latent of 576 two-byte elements, both ways between 8 ranks and 1."""
-    producer, consumer = (np.zeros((4, 16, 576), np.float16) for _ in range(2))
-    block_bytes = 16 * 576 * 2
-
-    (source,) = read_sources(None, local=(0, 1), remote_size=8)
-    plan = TransferPlan(
-        cache(consumer, "MLA", None).geometry,
-        cache(producer, "MLA", None, (source.rank, 8)).geometry,
-        heads=source.heads,
-    )
-    _, there = plan.descriptors([1], [2])
-    assert offsets(there, producer) == [(2 * block_bytes, block_bytes)]
-    assert release_targets(None, local=(0, 1), remote_size=8) == list(range(8))
-    assert [len(expected_readers(None, local=(r, 8), remote_size=1)) for r in range(8)] == [1] * 8
-
-    for rank in range(8):
-        (source,) = read_sources(None, local=(rank, 8), remote_size=1)
-        plan = TransferPlan(
-            cache(consumer, "MLA", None, (rank, 8)).geometry,
-            cache(producer, "MLA", None).geometry,
-            heads=source.heads,
-        )
-        _, there = plan.descriptors([1], [2])
-        assert offsets(there, producer) == [(2 * block_bytes, block_bytes)]
-    assert len(expected_readers(None, local=(0, 1), remote_size=8)) == 8
-
-
 def test_every_layer_and_block_has_a_descriptor_of_its_own() -> None:
     """Two attention layers and one of state: as many descriptors as there are blocks of layers."""
     num_blocks = 5
@@ -218,22 +190,6 @@ def test_targets_are_chosen_from_the_front() -> None:
     assert coverage.local_only == (2,)
     apply(*plan.descriptors([c, d, e], [1, 2], num_tokens=2 * 16))
     assert local[[c, d, e], 0, 0].tolist() == [1, 2, 0]
-
-
-def test_more_local_blocks_than_remote_ones() -> None:
-    """Five blocks here and four there: four pairs, one left to compute, and no guess."""
-    local, remote, plan = latent_pair(32, 16)
-    here, there = [1, 3, 5, 7, 9], [2, 4, 6, 8]
-    remote[there] = np.arange(1, 5).reshape(4, 1, 1)
-    coverage = plan.coverage(here, there)
-    assert coverage.tokens == range(4 * 16)
-    assert coverage.local == coverage.remote == range(4)
-    assert coverage.local_only == (4,)
-    assert coverage.remote_only == ()
-    apply(*plan.descriptors(here, there, num_tokens=coverage.tokens.stop))
-    assert local[here, 0, 0].tolist() == [1, 2, 3, 4, 0]
-    with pytest.raises(PlanError, match=r"cover different tokens: local \[0, 80\), remote \[0, 64"):
-        plan.descriptors(here, there)
 
 
 def test_the_tail_of_the_last_block_stays_behind() -> None:
