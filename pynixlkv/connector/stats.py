@@ -205,10 +205,6 @@ class ConnectorStats:
             self._taken = self._taken + recent
             return self._with_gauges(recent)
 
-    def describe(self) -> str:
-        """Return `StatsSnapshot.describe` of all counts."""
-        return self.snapshot().describe()
-
     def _with_gauges(self, snapshot: StatsSnapshot) -> StatsSnapshot:
         for name, value in self._gauges.items():
             setattr(snapshot, name, value)

@@ -111,9 +111,9 @@ def fetch(
         raise ConfigError(f"{host}:{port} is not where a listener is, only what it may bind to")
     question = msgspec.structs.replace(identity, payload=msg.encode(msg.Question(wanted)))
     peer = endpoint.removeprefix("tcp://")
-    envelope = msg.decode_envelope(_exchange(endpoint, question, keys, timeout))
+    envelope = msg.decode(_exchange(endpoint, question, keys, timeout), msg.Envelope)
     msg.compare(identity, envelope, peer)
-    answer = _checked(msg.decode_reply(envelope.payload), wanted, engine_id, peer)
+    answer = _checked(msg.decode(envelope.payload, msg.Reply), wanted, engine_id, peer)
     return HandshakeReply(engine_id, tuple(answer.served), dict(answer.hellos))
 
 
@@ -186,9 +186,7 @@ def _connect(
     return socket, monitor
 
 
-def _checked(
-    reply: msg.Answer | msg.Refusal, ranks: list[Rank] | None, engine_id: str, peer: str
-) -> msg.Answer:
+def _checked(reply: msg.Reply, ranks: list[Rank] | None, engine_id: str, peer: str) -> msg.Answer:
     if isinstance(reply, msg.Refusal):
         if reply.kind != "ranks":
             raise HandshakeError(f"{peer} refuses: {reply.message}", peer=peer)

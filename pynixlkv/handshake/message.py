@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -60,32 +60,21 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     served: list[_WireRank] = []
 
 
+Reply: TypeAlias = Answer | Refusal
+
+_NAMES = {Envelope: "message", Question: "question", Reply: "reply"}
+
 encode = msgspec.msgpack.Encoder().encode
 
 
-def decode_envelope(data: bytes) -> Envelope:
-    """Decode an untrusted message; raises `WireError` if malformed."""
-    envelope: Envelope = _decode(data, Envelope, "a handshake message")
-    return envelope
-
-
-def decode_question(payload: bytes) -> Question:
-    """Decode the payload of a request; raises `WireError` if malformed."""
-    question: Question = _decode(payload, Question, "a handshake question")
-    return question
-
-
-def decode_reply(payload: bytes) -> Answer | Refusal:
-    """Decode the payload of a reply; raises `WireError` if malformed."""
-    reply: Answer | Refusal = _decode(payload, Answer | Refusal, "a handshake reply")
-    return reply
-
-
-def _decode(data: bytes, kind: Any, what: str) -> Any:  # noqa: ANN401
+def decode(data: bytes, kind: Any) -> Any:  # noqa: ANN401
+    """Decode an untrusted `Envelope`, `Question` or `Reply`; raise `WireError` if malformed."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"{what} of {len(data)} bytes does not decode: {error}") from error
+        raise WireError(
+            f"a handshake {_NAMES[kind]} of {len(data)} bytes does not decode: {error}"
+        ) from error
 
 
 def check_identity(engine_id: object, compatibility: Mapping[Any, Any]) -> Envelope:

@@ -228,11 +228,11 @@ class _Listener:
         # ROUTER drops replies to clients that have gone or do not read.
         self._router.send_multipart([*frames[:-1], msg.encode(message)], zmq.DONTWAIT, copy=False)
 
-    def _answer(self, data: bytes, peer: str) -> msg.Answer | msg.Refusal:
+    def _answer(self, data: bytes, peer: str) -> msg.Reply:
         try:
-            envelope = msg.decode_envelope(data)
+            envelope = msg.decode(data, msg.Envelope)
             msg.compare(self._identity, envelope, peer)
-            question = msg.decode_question(envelope.payload)
+            question = msg.decode(envelope.payload, msg.Question)
         except HandshakeError as error:
             _log.warning("handshake: refused %s: %s", peer, error)
             kind = "malformed" if isinstance(error, WireError) else "mismatch"

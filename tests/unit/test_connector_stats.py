@@ -122,7 +122,7 @@ def test_quantiles_are_upper_bounds():
 
 
 def test_describe():
-    lines = busy().describe().splitlines()
+    lines = busy().snapshot().describe().splitlines()
     assert lines[0] == "3 transfers, 0.0 MiB in 6 descriptors of 2.0 KiB"
     assert lines[3] == "transfer: mean 2 ms, half within 2.05 ms, 99 % within 4.1 ms"
     assert lines[4:] == [
@@ -132,7 +132,7 @@ def test_describe():
         "leases: 5 live; over: 2 expired, 1 failed, 1 released",
         "peers: 2; events: 1 duplicate_notifications, 2 late_notifications",
     ]
-    assert "0 transfers" in ConnectorStats().describe()
+    assert "0 transfers" in ConnectorStats().snapshot().describe()
 
 
 def test_nothing_is_lost_between_threads():
