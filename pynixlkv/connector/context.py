@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from pynixlkv.agent import Agent, Peer
+    from pynixlkv.connector.config import ConnectorConfig
     from pynixlkv.connector.metadata import BlockLists, ReqMeta
     from pynixlkv.connector.staging import DeviceEvent, Direction, HostStaging
+    from pynixlkv.connector.stats import ConnectorStats
     from pynixlkv.geometry import Geometry, KVCache
 
 _ATTEMPTS = 3
@@ -40,9 +42,10 @@ class WorkerContext:
     block_table_index: Mapping[str, int]
     """Which of the engine's block tables each group of the cache uses; the same in all engines."""
     hello: bytes
-    max_bytes: int | None
-    """Longest descriptor."""
     staging: HostStaging | None
+    config: ConnectorConfig
+    stats: ConnectorStats
+    peers: Peers
 
     def introduce(self, peer: Peer) -> None:
         """Tell a producer's rank how it reaches this worker."""

@@ -42,12 +42,10 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pynixlkv.agent import Transfer
-    from pynixlkv.connector.config import ConnectorConfig
     from pynixlkv.connector.context import WorkerContext
     from pynixlkv.connector.metadata import BlockLists
     from pynixlkv.connector.remote_engines import RemoteEngines
     from pynixlkv.connector.staging import DeviceEvent
-    from pynixlkv.connector.stats import ConnectorStats
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -145,15 +143,11 @@ class Receiver:
         ctx: WorkerContext,
         words: np.ndarray[tuple[int], np.dtype[np.uint64]],
         engines: RemoteEngines,
-        config: ConnectorConfig,
-        stats: ConnectorStats,
     ) -> None:
         self._ctx = ctx
         self._words = words  # the memory of `ctx.lease_buffer`
         self._free_words = list(range(len(words)))
         self._engines = engines
-        self._config = config
-        self._stats = stats
         self._requests: dict[str, _Request] = {}
         self._queued: dict[str, _Queued] = {}
         self._by_push_id: dict[int, _Request] = {}
@@ -194,7 +188,7 @@ class Receiver:
             lease=lease,
             engine=engine,
             event=event,
-            deadline=now + self._config.transfer_timeout,
+            deadline=now + self._ctx.config.transfer_timeout,
             push_id=self._next_push_id,
         )
         self._requests[request_id] = self._by_push_id[request.push_id] = request
@@ -215,8 +209,8 @@ class Receiver:
             )
 
     def _engine(self, remote: KVTransferParams, now: float) -> RemoteEngine:
-        lease_duration = remote.lease_duration or self._config.lease_duration
-        return self._engines.get(remote, self._config.heartbeat_period(lease_duration), now)
+        lease_duration = remote.lease_duration or self._ctx.config.lease_duration
+        return self._engines.get(remote, self._ctx.config.heartbeat_period(lease_duration), now)
 
     def _forget(self, request_id: str) -> None:
         queued = self._queued.pop(request_id, None)
@@ -231,7 +225,7 @@ class Receiver:
         if producer is None:
             # An answer may arrive before `settle` has seen the end of the handshake.
             is_early = any(e.state is RemoteEngineState.CONNECTING for e in self._engines.all())
-            self._stats.count("early_notifications" if is_early else "foreign_notifications")
+            self._ctx.stats.count("early_notifications" if is_early else "foreign_notifications")
             return
         producer.unanswered = 0
         producer.has_answered = True
@@ -246,10 +240,10 @@ class Receiver:
         request = self._by_push_id.get(message.push_id)
         producer = None if request is None else request.engine.of_agent(agent)
         if request is None or producer is None:
-            self._stats.count("late_notifications")
+            self._ctx.stats.count("late_notifications")
             return
         if producer not in request.pushing:
-            self._stats.count("duplicate_notifications")
+            self._ctx.stats.count("duplicate_notifications")
             return
         request.pushing.discard(producer)
         if message.expired:
@@ -292,7 +286,7 @@ class Receiver:
                 request,
                 TransferTimeout(
                     f"request {request.id!r} was not received within "
-                    f"{self._config.transfer_timeout} s ({request.step.name.lower()})",
+                    f"{self._ctx.config.transfer_timeout} s ({request.step.name.lower()})",
                     peer=request.engine.engine_id,
                 ),
             )
@@ -334,11 +328,13 @@ class Receiver:
             raise engine.death
         if engine.state is RemoteEngineState.CONNECTING:
             return False
-        return self._config.transfer_mode == "pull" or all(p.has_answered for p in engine.sources)
+        return self._ctx.config.transfer_mode == "pull" or all(
+            p.has_answered for p in engine.sources
+        )
 
     def _start(self, request: _Request) -> None:
         request.step = _Step.MOVING
-        if self._config.transfer_mode == "push":
+        if self._ctx.config.transfer_mode == "push":
             request.pushing.update(request.engine.sources)
             return
         self._check_positions(request)
@@ -377,9 +373,9 @@ class Receiver:
                 if not state.is_end:
                     running.append(transfer)
                 elif state is TransferState.DONE:
-                    self._stats.transfer_done(transfer.result)
+                    self._ctx.stats.transfer_done(transfer.result)
                 else:
-                    self._stats.transfer_failed(transfer)
+                    self._ctx.stats.transfer_failed(transfer)
                     self._fail(request, transfer.error or TransferError("the transfer failed"))
             source.running = running
 
@@ -507,7 +503,7 @@ class Receiver:
         return True
 
     def _send_due_heartbeats(self, now: float) -> float:
-        due = self._config.peer_ttl
+        due = self._ctx.config.peer_ttl
         for engine in self._engines.all():
             if engine.state is not RemoteEngineState.READY or not engine.requests:
                 continue
@@ -525,7 +521,7 @@ class Receiver:
 
     def _beat_or_drop(self, engine: RemoteEngine) -> None:
         for producer in engine.ranks:
-            if producer.unanswered >= self._config.missed_heartbeats:
+            if producer.unanswered >= self._ctx.config.missed_heartbeats:
                 error = PeerLostError(
                     f"rank {producer.rank} of engine {engine.engine_id!r} left "
                     f"{producer.unanswered} heartbeats unanswered",
@@ -562,7 +558,7 @@ class Receiver:
             self._forget(request_id)
         if not engine.requests:
             return
-        self._stats.count("peers_lost")
+        self._ctx.stats.count("peers_lost")
         _log.warning("producer engine %s is lost: %s", engine.engine_id, str(engine.death))
         for request in self._requests.values():
             if request.engine is engine:
@@ -605,9 +601,9 @@ class Receiver:
         engine.last_used = now
         end = request.end
         assert end is not None
-        has_written = end is EndState.RECEIVED and self._config.transfer_mode == "push"
+        has_written = end is EndState.RECEIVED and self._ctx.config.transfer_mode == "push"
         self._tell(request.remote, engine, only_bystanders=has_written)
-        self._stats.ended(end.value, request.error)
+        self._ctx.stats.ended(end.value, request.error)
         if end is EndState.RECEIVED:
             return RequestEnd(end, None, ())
         _log.warning(
@@ -628,7 +624,7 @@ class Receiver:
             self._releasing.append((remote, engine))
             return
         if engine.state is RemoteEngineState.DEAD:
-            self._stats.count("releases_lost")  # its leases expire by themselves
+            self._ctx.stats.count("releases_lost")  # its leases expire by themselves
             return
         entry = str(remote.remote_request_id), remote.lease_token
         for producer in engine.ranks:
@@ -647,7 +643,7 @@ class Receiver:
                     self._ctx.agent.notify(producer.peer, messages.encode(message))
                 except PynixlkvError as error:
                     _log.info("%s cannot be told of releases: %s", producer.peer.name, str(error))
-                    self._stats.count("releases_lost")
+                    self._ctx.stats.count("releases_lost")
 
     def has(self, request_id: str) -> bool:
         """Whether a request is being received."""

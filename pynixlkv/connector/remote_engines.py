@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from pynixlkv.agent import Peer
-    from pynixlkv.connector.config import ConnectorConfig
-    from pynixlkv.connector.context import Peers, WorkerContext
+    from pynixlkv.connector.context import WorkerContext
     from pynixlkv.connector.metadata import KVTransferParams, ParallelSizes
     from pynixlkv.geometry import Geometry
     from pynixlkv.types import Rank
@@ -117,14 +116,10 @@ class RemoteEngines:
         ctx: WorkerContext,
         fetch: Fetch,
         submit: Callable[[Callable[[], list[RemoteRank]]], Future[list[RemoteRank]]],
-        peers: Peers,
-        config: ConnectorConfig,
     ) -> None:
         self._ctx = ctx
         self._fetch = fetch
         self._submit = submit
-        self._peers = peers
-        self._config = config
         self._engines: dict[str, RemoteEngine] = {}
         self._by_agent: dict[str, RemoteRank] = {}
         self._dropped: list[RemoteEngine] = []  # for `settle` to report
@@ -165,7 +160,7 @@ class RemoteEngines:
         ctx, me = self._ctx, self._ctx.identity
         ranks = tp_mapping.ranks_to_tell(ctx.cache.groups, me.rank, me.parallel, parallel)
         hellos = self._fetch(
-            address, engine_id=engine_id, ranks=ranks, timeout=self._config.handshake_timeout
+            address, engine_id=engine_id, ranks=ranks, timeout=self._ctx.config.handshake_timeout
         )
         missing = [rank for rank in ranks if rank not in hellos]
         if missing:
@@ -178,7 +173,7 @@ class RemoteEngines:
         peers: list[Peer] = []
         try:
             for rank in ranks:
-                peer = self._peers.connect(hellos[rank])
+                peer = self._ctx.peers.connect(hellos[rank])
                 peers.append(peer)
             connected = [
                 self._plan(rank, peer, parallel) for rank, peer in zip(ranks, peers, strict=True)
@@ -190,7 +185,7 @@ class RemoteEngines:
                 ctx.introduce(peer)
         except BaseException:
             for peer in peers:
-                self._peers.release(peer)
+                self._ctx.peers.release(peer)
             raise
         return connected
 
@@ -204,7 +199,7 @@ class RemoteEngines:
                 groups=each.groups,
                 heads=each.heads,
                 layers=each.layers,
-                max_bytes=ctx.max_bytes,
+                max_bytes=ctx.config.max_bytes,
             )
             for each in tp_mapping.transfer_slices(
                 ctx.cache, me.rank, me.parallel, cache, rank, parallel
@@ -227,7 +222,7 @@ class RemoteEngines:
                     self.drop(engine, _reason(engine, error))
             elif engine.requests:
                 engine.last_used = now
-            elif now - engine.last_used > self._config.peer_ttl:
+            elif now - engine.last_used > self._ctx.config.peer_ttl:
                 self.drop(engine, StateError(f"engine {engine.engine_id!r} was not used for long"))
         dropped, self._dropped = self._dropped, []
         self._dead = [engine for engine in self._dead if not self._bury(engine)]
@@ -258,7 +253,7 @@ class RemoteEngines:
             return False
         if not engine.connecting.cancelled() and engine.connecting.exception() is None:
             for rank in engine.connecting.result():
-                self._peers.release(rank.peer)
+                self._ctx.peers.release(rank.peer)
         return True
 
 

@@ -28,12 +28,10 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from pynixlkv.agent import Peer, Transfer
-    from pynixlkv.connector.config import ConnectorConfig
-    from pynixlkv.connector.context import Peers, WorkerContext
+    from pynixlkv.connector.context import WorkerContext
     from pynixlkv.connector.leases import LeaseTable
     from pynixlkv.connector.metadata import Lease, ParallelSizes, ReqMeta
     from pynixlkv.connector.staging import DeviceEvent
-    from pynixlkv.connector.stats import ConnectorStats
     from pynixlkv.geometry import Geometry
     from pynixlkv.types import Rank
 
@@ -128,17 +126,11 @@ class Sender:
         ctx: WorkerContext,
         table: LeaseTable,
         submit: Callable[[Callable[[], Consumer]], Future[Consumer]],
-        peers: Peers,
-        config: ConnectorConfig,
-        stats: ConnectorStats,
     ) -> None:
         self._ctx = ctx
         self._groups = {group.name: group for group in ctx.cache.groups}
         self._table = table
         self._submit = submit
-        self._peers = peers
-        self._config = config
-        self._stats = stats
         self._saving: dict[str, ReqMeta] = {}
         self._layers: deque[_Layer] = deque()
         self._held: dict[str, _Held] = {}
@@ -206,7 +198,7 @@ class Sender:
             raise PlanError(f"request {request_id!r} cannot be kept (again), or has no lease")
         self._forget_layers(request_id)  # the rest of it is written in one piece
         self._held[request_id] = _Held(
-            request_id, meta, meta.lease, now + self._config.lease_duration, event
+            request_id, meta, meta.lease, now + self._ctx.config.lease_duration, event
         )
         if meta.sibling_group is not None:
             self._siblings[meta.sibling_group].add(request_id)
@@ -241,7 +233,7 @@ class Sender:
 
     def _connect(self, agent: str, message: messages.ConsumerHello) -> Consumer:
         """Connect to a consumer's rank; blocks, on another thread."""
-        peer = self._peers.connect(message.hello)
+        peer = self._ctx.peers.connect(message.hello)
         try:
             if peer.name != agent:
                 raise HandshakeError(f"agent {agent!r} attached with the hello of {peer.name!r}")
@@ -251,13 +243,13 @@ class Sender:
                 theirs, them.rank, them.parallel, self._ctx.cache, me.rank, me.parallel
             )
         except BaseException:
-            self._peers.release(peer)
+            self._ctx.peers.release(peer)
             raise
         return Consumer(message, peer, theirs, slices)
 
     def _forget(self, agent: str) -> None:
         """Disconnect from a consumer's rank; if it lives, it introduces itself again."""
-        self._peers.release(self._consumers.pop(agent).peer)
+        self._ctx.peers.release(self._consumers.pop(agent).peer)
 
     def on_any(self, agent: str, now: float) -> None:
         """Note that an agent is alive."""
@@ -272,7 +264,7 @@ class Sender:
         for request_id, lease in message.requests:
             held = self._held.get(request_id)
             if held is not None and held.lease == lease and not held.ending:
-                held.deadline = now + self._config.lease_duration
+                held.deadline = now + self._ctx.config.lease_duration
             else:
                 state = self._table.status(lease)
                 if state is LeaseStatus.HELD:  # it is about to end
@@ -287,8 +279,8 @@ class Sender:
         is_valid = 0 <= stage < parallel.pp and 0 <= rank < parallel.tp
         # Only a consumer that did not wait for the prefill does not know the lease.
         lacks_lease = any(lease is None for _, lease in message.requests)
-        if not is_valid or (lacks_lease and self._config.transfer_mode == "pull"):
-            self._stats.count("foreign_notifications")
+        if not is_valid or (lacks_lease and self._ctx.config.transfer_mode == "pull"):
+            self._ctx.stats.count("foreign_notifications")
             return
         self._readers_of(parallel)  # raises if no engine of these sizes can read from this one
         for request_id, lease in message.requests:
@@ -302,18 +294,18 @@ class Sender:
             if request_id in self._over or (
                 lease is not None and self._table.status(lease) is LeaseStatus.ENDED
             ):
-                self._stats.count("late_notifications")
+                self._ctx.stats.count("late_notifications")
                 return
             early = self._early_releases.get(request_id, [])
             if (consumer, lease) in early:
-                self._stats.count("duplicate_notifications")
+                self._ctx.stats.count("duplicate_notifications")
             elif len(early) < _MAX_REMEMBERED:
-                self._stats.count("early_notifications")
+                self._ctx.stats.count("early_notifications")
                 self._early_releases.put(request_id, [*early, (consumer, lease)])
             return
         ranks = held.released_by[consumer.engine_id]
         if consumer.rank in ranks:
-            self._stats.count("duplicate_notifications")
+            self._ctx.stats.count("duplicate_notifications")
             return
         ranks.add(consumer.rank)
         if len(ranks) >= self._readers_of(consumer.parallel):
@@ -335,21 +327,21 @@ class Sender:
         held = self._held.get(request_id)
         answer = self._answers.get(key)
         if answer is not None:
-            self._stats.count("duplicate_notifications")
+            self._ctx.stats.count("duplicate_notifications")
             self._answer(agent, answer)
             return
         if key in self._pushes:
-            self._pushes[key].deadline = now + self._config.lease_duration
+            self._pushes[key].deadline = now + self._ctx.config.lease_duration
             if held is not None:
-                held.deadline = now + self._config.lease_duration
-            self._stats.count("duplicate_notifications")
+                held.deadline = now + self._ctx.config.lease_duration
+            self._ctx.stats.count("duplicate_notifications")
             return
         consumer = self._consumers.get(agent)
         if consumer is None or consumer.hello.consumer != message.consumer:
             # It will introduce itself, and ask, again.
-            self._stats.count("unanswered_notifications")
+            self._ctx.stats.count("unanswered_notifications")
             return
-        push = _Push(agent, consumer, message, now + self._config.lease_duration)
+        push = _Push(agent, consumer, message, now + self._ctx.config.lease_duration)
         self._pushes[key] = push
         self._pushes_of[request_id].add(key)
         rank, engine_id = message.consumer.rank, message.consumer.engine_id
@@ -404,7 +396,7 @@ class Sender:
                 sent.add(held.id)
         while self._consumers:
             agent, consumer = next(iter(self._consumers.items()))
-            is_idle = now - consumer.last_heard > self._config.peer_ttl
+            is_idle = now - consumer.last_heard > self._ctx.config.peer_ttl
             if not is_idle or any(push.agent == agent for push in self._pushes.values()):
                 break
             self._forget(agent)
@@ -424,7 +416,7 @@ class Sender:
                 self._answer(agent, _HELLO_ACK)
             else:
                 _log.warning("consumer %s cannot be reached: %s", agent, str(error))
-                self._stats.count("attach_failures")
+                self._ctx.stats.count("attach_failures")
 
     def _grant(self, held: _Held) -> float:
         """Let readers see the lease once the bytes are where they read them."""
@@ -463,14 +455,14 @@ class Sender:
         for transfer in push.transfers:
             state = transfer.state
             if state.is_end and state is not TransferState.DONE and not push.error:
-                self._stats.transfer_failed(transfer)
+                self._ctx.stats.transfer_failed(transfer)
                 self._stop(push, str(transfer.error))
         if not push.error and not push.is_complete:
             return max(push.deadline - now, 0.0)
         if not push.error and any(t.state is not TransferState.DONE for t in push.transfers):
-            return self._config.transfer_timeout
+            return self._ctx.config.transfer_timeout
         if push.void or any(not t.is_quiet for t in push.transfers):
-            return self._config.transfer_timeout
+            return self._ctx.config.transfer_timeout
         self._conclude(push)
         return 0.0
 
@@ -526,7 +518,7 @@ class Sender:
                         self._plan(consumer, index, moved, tuple(layers)),
                         tables,
                         {name: theirs[name] for name in moved},
-                        timeout=self._config.transfer_timeout,
+                        timeout=self._ctx.config.transfer_timeout,
                         num_tokens=dict.fromkeys(moved, end),
                         local_start=starts,
                         remote_start={name: their_starts[name] for name in moved},
@@ -547,7 +539,7 @@ class Sender:
                 groups=groups,
                 heads=consumer.slices[index].heads,
                 layers=layers,
-                max_bytes=self._ctx.max_bytes,
+                max_bytes=self._ctx.config.max_bytes,
             )
         return plan
 
@@ -572,7 +564,7 @@ class Sender:
         self._answer(push.agent, done)
         if not push.error:
             for transfer in push.transfers:
-                self._stats.transfer_done(transfer.result)
+                self._ctx.stats.transfer_done(transfer.result)
             self._release(message.consumer, message.request_id, message.lease)
 
     # ---- ends
@@ -591,7 +583,7 @@ class Sender:
             self._siblings[group].discard(held.id)
             if not self._siblings[group]:
                 del self._siblings[group]
-        self._stats.lease_ended(held.ending)
+        self._ctx.stats.lease_ended(held.ending)
         if held.ending != "released":
             _log.warning(
                 "the lease of request %s ended: %s", held.id, held.ending,
@@ -601,7 +593,7 @@ class Sender:
     def _answer(self, agent: str, message: messages.HeartbeatAck | messages.PushDone) -> None:
         consumer = self._consumers.get(agent)
         if consumer is None:
-            self._stats.count("unanswered_notifications")
+            self._ctx.stats.count("unanswered_notifications")
             return
         try:
             self._ctx.agent.notify(consumer.peer, messages.encode(message))

@@ -196,14 +196,15 @@ class ConnectorWorker:
             block_table_index=block_table_index
             or {group.name: i for i, group in enumerate(moved.geometry.groups)},
             hello=self._agent.hello(moved, table.cache),
-            max_bytes=self._config.max_bytes,
             staging=staging,
+            config=self._config,
+            stats=self.stats,
+            peers=Peers(self._agent),
         )
         self._executor = ThreadPoolExecutor(_NUM_HANDSHAKES, "pynixlkv-handshake")
-        peers = Peers(self._agent)
-        self._engines = RemoteEngines(ctx, self._fetch, self._submit, peers, self._config)
-        self._receiver = Receiver(ctx, words, self._engines, self._config, self.stats)
-        self._sender = Sender(ctx, table, self._submit, peers, self._config, self.stats)
+        self._engines = RemoteEngines(ctx, self._fetch, self._submit)
+        self._receiver = Receiver(ctx, words, self._engines)
+        self._sender = Sender(ctx, table, self._submit)
         if self._background:
             self._thread = threading.Thread(
                 target=self._run, name="pynixlkv-connector", daemon=True
@@ -259,12 +260,6 @@ class ConnectorWorker:
         with self._lock:
             finished, self._finished = self._finished, Finished()
         return finished
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks, without groups, of failed requests not yet taken by `get_finished`."""
-        with self._lock:
-            ends = list(self._finished.failed.values())
-        return {block for end in ends for table in end.blocks for block in table}
 
     def describe(self) -> str:
         """Return the state of the worker in a few lines, for people."""
