@@ -73,7 +73,7 @@ class ParallelSizes(msgspec.Struct, frozen=True):
     """Ranks that share the tokens of a head (decode context parallelism)."""
 
 
-class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
+class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """The ``kv_transfer_params`` of a request.
 
     A proxy sends ``do_remote_decode=True`` to the producer, and passes the producer's answer, which
@@ -237,11 +237,6 @@ class ConnectorMetadata:
     """These are no longer wanted: tell their producers."""
     reqs_to_abort: set[str] = field(default_factory=set)
     """The engine has given these up while they were being received."""
-
-    def __post_init__(self) -> None:
-        both = self.reqs_to_recv.keys() & self.reqs_to_save.keys()
-        if both:
-            raise ConfigError(f"requests {sorted(both)} are to be received and saved at once")
 
     def __bool__(self) -> bool:
         return any(vars(self).values())

@@ -136,8 +136,6 @@ class ToyRank:
 
 @dataclass
 class ToyRequest:
-    """A request in a toy engine."""
-
     info: RequestInfo
     prompt: int
     blocks: list[int]
@@ -215,12 +213,10 @@ class ToyEngine:
 
     @property
     def hellos(self) -> dict[Rank, bytes]:
-        """What the handshake serves."""
         return {rank.metadata.rank: rank.metadata.hello for rank in self.ranks}
 
     @property
     def stats(self) -> StatsSnapshot:
-        """What the first rank has counted."""
         return self.ranks[0].worker.stats.snapshot()
 
     @property
@@ -289,7 +285,6 @@ class ToyEngine:
     # ---- consumer
 
     def arrive(self, request_id: str, prompt: int, num_tokens: int, params: object) -> RequestInfo:
-        """Queue a request."""
         info = RequestInfo(request_id, num_tokens, KVTransferParams.from_dict(params))  # type: ignore[arg-type]
         self.requests[request_id] = ToyRequest(info, prompt, [])
         self.scheduler.on_new_request(info)
@@ -370,7 +365,6 @@ class ToyEngine:
                 outcome.received.add(request_id)
 
     def close(self) -> None:
-        """Stop the workers and close their agents."""
         for rank in self.ranks:
             rank.worker.shutdown()
         for rank in self.ranks:

@@ -25,8 +25,6 @@ DEADLINE_S = 60.0
 
 
 class Clock:
-    """Seconds, as the test says."""
-
     def __init__(self) -> None:
         self.now = 1000.0
 
@@ -74,7 +72,6 @@ class World:
             self.close(engine_id)
 
     def engine(self, engine_id: str, model: Model | None = None, **options: object) -> ToyEngine:
-        """Add an engine."""
         options.setdefault("config", self.config)
         engine = self.engine_class(
             engine_id,
@@ -199,7 +196,6 @@ class World:
     # ---- looking
 
     def describe(self, engine_id: str) -> str:
-        """Return the state of an engine, for a failed test."""
         return "\n".join(rank.worker.describe() for rank in self.engines[engine_id].ranks)
 
     def count(self, engine_id: str, event: str) -> int:
@@ -246,7 +242,6 @@ class Inbox:
         return hear
 
     def of(self, kind: type) -> list[messages.Message]:
-        """Return the messages of a kind."""
         return [message for _, _, message in self.messages if isinstance(message, kind)]
 
     def releases(self) -> list[tuple[int, str]]:

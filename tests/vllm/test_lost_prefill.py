@@ -60,19 +60,17 @@ def check(connector, decodes):
     return check_answer
 
 
-def test_killed_before_first_contact(prefill, decodes, expected, check):
-    prompt, tokens = expected[40]
-    params = [prefill.prefill(prompt) for _ in POLICIES]
-    prefill.kill()
-    for (policy, decode), each in zip(decodes.items(), params, strict=True):
-        check(policy, decode.generate(prompt, params=each), prompt, tokens)
-
-
-def test_killed_after_a_good_transfer(prefill, decodes, expected, check):
-    (other,) = make_prompts([33], 3)
+def transfer_once(prefill, decodes, seed):
+    (other,) = make_prompts([30 + seed], seed)
     for decode in decodes.values():
         assert decode.generate(other, params=prefill.prefill(other)).finish == "length"
-    prompt, tokens = expected[300]
+
+
+@pytest.mark.parametrize(("is_known", "length"), [(False, 40), (True, 300)])
+def test_killed_before_a_transfer(prefill, decodes, expected, check, is_known, length):
+    if is_known:
+        transfer_once(prefill, decodes, 3)
+    prompt, tokens = expected[length]
     params = [prefill.prefill(prompt) for _ in POLICIES]
     prefill.kill()
     for (policy, decode), each in zip(decodes.items(), params, strict=True):
@@ -80,9 +78,7 @@ def test_killed_after_a_good_transfer(prefill, decodes, expected, check):
 
 
 def test_killed_during_a_transfer(prefill, decodes, expected, check):
-    (other,) = make_prompts([34], 4)
-    for decode in decodes.values():
-        assert decode.generate(other, params=prefill.prefill(other)).finish == "length"
+    transfer_once(prefill, decodes, 4)
     prompt, tokens = expected[300]
     params = [prefill.prefill(prompt) for _ in POLICIES]
     prefill.freeze()

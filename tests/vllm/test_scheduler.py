@@ -217,21 +217,13 @@ def test_an_abort_while_receiving_keeps_the_blocks_until_the_workers_report(
     decode.check_that_nothing_is_left()
 
 
-def test_an_abort_after_receiving_tells_nobody(decode, params):
+@pytest.mark.parametrize("is_running", [False, True])
+def test_an_abort_after_receiving_tells_nobody(decode, params, is_running):
     decode.add("d-1", 70, params, max_tokens=9)
     decode.step()
     decode.step(received={"d-1"})
-    decode.run()
-    decode.abort("d-1")
-    message, _ = decode.step()
-    assert not message.connector
-    decode.check_that_nothing_is_left()
-
-
-def test_an_abort_between_receiving_and_running_tells_nobody(decode, params):
-    decode.add("d-1", 70, params)
-    decode.step()
-    decode.step(received={"d-1"})
+    if is_running:
+        decode.run()
     decode.abort("d-1")
     message, _ = decode.step()
     assert not message.connector
