@@ -224,6 +224,12 @@ class ToyEngine:
         """Transfers that all agents have begun and not ended."""
         return sum(rank.agent._native.running for rank in self.ranks)
 
+    def flush(self) -> None:
+        """Wait until what was sent to the agents has arrived: they look between two calls."""
+        for rank in self.ranks:
+            for _ in range(2):
+                rank.agent._native.metadata()
+
     def allocate(self, num_tokens: int, num_there: int = 0) -> list[int]:
         """Take blocks for tokens, beyond those that are there; the oldest free ones first."""
         count = -(-num_tokens // self.block_size) - num_there

@@ -161,6 +161,8 @@ class World:
         idle = 0
         while idle < 3:
             self.round()
+            for engine in self.engines.values():
+                engine.flush()
             idle = 0 if self._is_active(0.001) else idle + 1
 
     def pass_time(self, seconds: float, steps: int = 1) -> None:
