@@ -172,26 +172,6 @@ class CopyFunction(Protocol):
         ...
 
 
-class _Copy:
-    """A requested copy: a `DeviceEvent` that exists before the copy function has returned one."""
-
-    def __init__(self) -> None:
-        self._event: DeviceEvent | None = None
-        self._error: Exception | None = None
-
-    def start(self, copy: CopyFunction, direction: Direction, *tables: BlockLists) -> None:
-        try:
-            self._event = copy(direction, *tables)
-        except Exception as error:
-            self._error = error
-            raise
-
-    def query(self) -> bool:
-        if self._error is not None:
-            raise self._error
-        return self._event is not None and self._event.query()
-
-
 class _Group:
     """The blocks of one group."""
 
@@ -199,7 +179,7 @@ class _Group:
         self.name = name
         self.num_device = num_device
         self.copies: NDArray[np.object_] = np.full(num_host, None, np.object_)
-        """The last copy into or out of each host block."""
+        """The event of the last copy into or out of each host block."""
 
     def check(self, what: str, table: Sequence[int], limit: int) -> NDArray[np.intp]:
         ids = np.asarray(table, np.intp)
@@ -276,7 +256,6 @@ class HostStaging:
         StateError
             If an earlier copy into or out of one of the host blocks has not ended.
         """
-        copy = _Copy()
         with self._lock:
             tables = []
             for (group, mine), (_, theirs) in zip(
@@ -290,17 +269,17 @@ class HostStaging:
                         f"group {group.name!r}: {device.size} device blocks and {host.size} host "
                         "blocks; expected equal numbers, and each block that is written once"
                     )
-                busy = [c for c in set(group.copies[host].tolist()) if c and not has_completed(c)]
-                if busy:
+                earlier = set(group.copies[host].tolist()) - {None}
+                if not all(map(has_completed, earlier)):
                     raise StateError(
                         f"a copy of some of the host blocks {host[:8].tolist()} of group "
                         f"{group.name!r} has not ended; wait for its event before they are reused"
                     )
                 tables.append((group, host))
+            event = self._copy(direction, device_blocks, host_blocks)
             for group, host in tables:
-                group.copies[host] = copy
-        copy.start(self._copy, direction, device_blocks, host_blocks)
-        return copy
+                group.copies[host] = event
+        return event
 
 
 # ---- tensors of the CPU

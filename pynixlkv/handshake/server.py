@@ -81,8 +81,10 @@ class Handshake(Closeable):
         keys = find_keys(secret)
         endpoint, _ = resolve(host, port, keys=keys, allow_insecure=allow_insecure)
         listener = _Listener(identity, served, endpoint, keys)
-        self._host = host
-        self._port = listener.port
+        self.host = host
+        """The host as given; for a wildcard, tell peers a name of this machine instead."""
+        self.port = listener.port
+        """The port, also if 0 was asked for."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         # The thread must not reference this object: `__del__` reports a listener left open.
@@ -93,19 +95,9 @@ class Handshake(Closeable):
         self._listener = listener
 
     @property
-    def host(self) -> str:
-        """The host as given; for a wildcard, tell peers a name of this machine instead."""
-        return self._host
-
-    @property
-    def port(self) -> int:
-        """The port, also if 0 was asked for."""
-        return self._port
-
-    @property
     def address(self) -> str:
         """``host:port``, as `fetch` takes it."""
-        return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def close(self, timeout: float = 5.0) -> None:
         """Stop listening; does nothing the second time, or in a forked child.
