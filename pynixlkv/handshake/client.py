@@ -175,7 +175,9 @@ def _connect(
         socket.ipv6 = "[" in endpoint
         socket.maxmsgsize = msg.MAX_REPLY_BYTES
         if keys is not None:
-            keys.apply_to_client(socket)
+            socket.curve_serverkey = keys.server_public
+            socket.curve_publickey = keys.client_public
+            socket.curve_secretkey = keys.client_secret
         monitor = socket.get_monitor_socket(_EVENTS)
         socket.connect(endpoint)
     except zmq.ZMQError as error:

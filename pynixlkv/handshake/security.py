@@ -7,16 +7,12 @@ import hashlib
 import ipaddress
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import zmq
 from zmq.utils import z85
 
 from pynixlkv._secret import check_secret
 from pynixlkv.errors import ConfigError
-
-if TYPE_CHECKING:
-    from typing import Any
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,18 +23,6 @@ class Keys:
     server_secret: bytes
     client_public: bytes
     client_secret: bytes
-
-    def apply_to_server(self, options: zmq.Socket[Any]) -> None:
-        """Configure a listening socket before `bind`."""
-        options.curve_server = True
-        options.curve_publickey = self.server_public
-        options.curve_secretkey = self.server_secret
-
-    def apply_to_client(self, options: zmq.Socket[Any]) -> None:
-        """Configure an asking socket before `connect`."""
-        options.curve_serverkey = self.server_public
-        options.curve_publickey = self.client_public
-        options.curve_secretkey = self.client_secret
 
 
 @functools.lru_cache(maxsize=8)

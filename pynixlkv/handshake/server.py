@@ -155,7 +155,9 @@ class _Listener:
             if keys is not None:
                 self._authenticator.configure_curve_callback(_ZAP_DOMAIN, self)
                 self._authenticator.start()
-                keys.apply_to_server(self._router)
+                self._router.curve_server = True
+                self._router.curve_publickey = keys.server_public
+                self._router.curve_secretkey = keys.server_secret
                 self._router.zap_domain = _ZAP_DOMAIN.encode()
             self._router.bind(endpoint)
         except zmq.ZMQError as error:
