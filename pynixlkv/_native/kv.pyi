@@ -14,7 +14,9 @@ __all__: list[str] = ["BlockTables", "Geometry", "Plan"]
 
 class BlockTables:
     def check_written_once(self, remote: bool) -> None: ...
-    def descriptors(self) -> tuple: ...
+    def descriptors(
+        self,
+    ) -> tuple[numpy.typing.NDArray[numpy.uint64], numpy.typing.NDArray[numpy.uint64]]: ...
     def totals(self) -> tuple[int, int]: ...
 
 class Geometry:
@@ -29,14 +31,14 @@ class Plan:
         remote_groups: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
         max_bytes: typing.SupportsInt | typing.SupportsIndex | None,
         heads: collections.abc.Sequence[
-            typing.Annotated[
-                collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], "FixedSize(2)"
+            tuple[
+                typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex
             ]
         ]
         | None,
         layers: collections.abc.Sequence[
-            typing.Annotated[
-                collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], "FixedSize(2)"
+            tuple[
+                typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex
             ]
         ]
         | None,
@@ -52,11 +54,7 @@ class Plan:
             typing.SupportsInt | typing.SupportsIndex,
             typing.SupportsInt | typing.SupportsIndex,
         ],
-    ) -> tuple[
-        typing.Annotated[list[int], "FixedSize(2)"],
-        typing.Annotated[list[int], "FixedSize(2)"],
-        typing.Annotated[list[int], "FixedSize(2)"],
-    ]: ...
+    ) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]: ...
     def tables(
         self,
         groups: collections.abc.Sequence[
