@@ -1,3 +1,7 @@
+"""
+Agents, peers, memory, transfers.
+"""
+
 from __future__ import annotations
 
 import collections.abc
