@@ -1,7 +1,3 @@
-"""
-Agents, peers, memory, transfers.
-"""
-
 from __future__ import annotations
 
 import collections.abc
