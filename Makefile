@@ -148,7 +148,7 @@ typing: build $(VENV)/.lint-deps  ## mypy, and the stubs against the built modul
 define make_stubs
 	rm -rf $(1)/pynixlkv/_native
 	$(PY) -m pybind11_stubgen pynixlkv._native -o $(1) --numpy-array-use-type-var --exit-code
-	$(PY) -m ruff check -q --isolated --select F401,I,UP --fix $(1)/pynixlkv/_native
+	$(PY) -m ruff check -q --isolated --select F401,I,UP,PYI021 --fix --unsafe-fixes $(1)/pynixlkv/_native
 	$(PY) -m ruff format -q $(1)/pynixlkv/_native
 endef
 

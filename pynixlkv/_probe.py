@@ -16,25 +16,24 @@ from pathlib import Path
 from pynixlkv import _native
 from pynixlkv._loader import _mapped_files
 from pynixlkv.errors import NixlError
-from pynixlkv.types import MemoryType
 
 _UCP_FEATURES_FIELD = 1
 _UCP_FEATURE_RMA = 1 << 1
 _UCP_FEATURE_AM = 1 << 6
 
 
-def probe_plugins(agent: _native.nixl.Agent) -> list[dict[str, object]]:
+def probe_plugins(agent: _native.nixl.NativeAgent) -> list[dict[str, object]]:
     """Load each plugin; return its declarations, or why it cannot be loaded."""
     plugins: list[dict[str, object]] = []
-    for name in agent.available_plugins():
+    for name in agent.get_available_plugins():
         plugin: dict[str, object] = {"name": name, "memory_types": [], "params": {}, "problem": ""}
         try:
-            memory, params = agent.plugin_info(name)
+            info = agent.get_plugin_params(name)
         except NixlError as error:
             plugin["problem"] = why_not(name) or str(error)
         else:
-            plugin["memory_types"] = [MemoryType(m).name for m in memory]
-            plugin["params"] = params
+            plugin["memory_types"] = [memory.name for memory in info.memory_types]
+            plugin["params"] = info.params
         plugins.append(plugin)
     return plugins
 
@@ -84,17 +83,7 @@ def probe_ucx() -> tuple[str, list[str]]:
 
 def main(path: str) -> None:
     """Probe the library and print the result."""
-    agent = _native.nixl.Agent(
-        _native.nixl.Library(path),
-        "pynixlkv-probe",
-        progress_thread=False,
-        listen_thread=False,
-        listen_port=0,
-        thread_sync=0,
-        progress_delay_us=0,
-        listen_delay_us=0,
-        telemetry=False,
-    )
+    agent = _native.nixl.NativeAgent(_native.nixl.Library(path), "pynixlkv-probe")
     plugins = probe_plugins(agent)
     version, transports = probe_ucx()
     result = {"plugins": plugins, "ucx_version": version, "transports": transports}

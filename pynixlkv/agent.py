@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
 
-from pynixlkv._arrays import integers
 from pynixlkv._closeable import Closeable
 from pynixlkv._secret import check_secret
 from pynixlkv.errors import (
@@ -75,12 +74,13 @@ Registerable: TypeAlias = "KVCache | MemorySpan | object"
 """What `Agent.register` takes: a cache, a span, a torch tensor or a numpy array."""
 
 _EXIT_TIMEOUT_S = 1.0
+_UINT64 = np.dtype(np.uint64)
 
 
 class Registration(Closeable):
     """Memory registered with an agent; a context manager that deregisters.
 
-    The agent keeps the registration, and the registration the tensors, until it is closed.
+    Until then the agent keeps the registration, and the registration keeps the tensors.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Registration(Closeable):
         RegistrationInUseError
             If a transfer that is not quiet still uses the memory.
         ClosedError
-            If it was deregistered before.
+            If the registration is closed.
         """
         agent = self._agent()
         if agent is None or not self._native.is_open:
@@ -187,16 +187,16 @@ class Agent(Closeable, ABC):
         Returns
         -------
         Registration
-            A context manager; the agent keeps it and the memory until it is closed.
+            A context manager. The agent keeps the memory until the registration is closed.
 
         Raises
         ------
         ConfigError
-            If there is nothing to register, or something of 0 bytes.
+            If there is nothing to register, or an array has 0 bytes.
         LayoutError
-            If a tensor is not contiguous, or something is neither tensor nor array.
+            If an argument is not contiguous, or neither tensor nor array.
         AlreadyRegisteredError
-            If a range overlaps one that is registered.
+            If a range overlaps registered memory.
         NativeError
             If the library refuses the memory.
         """
@@ -213,24 +213,23 @@ class Agent(Closeable, ABC):
 
     @property
     def registrations(self) -> tuple[Registration, ...]:
-        """What is registered now."""
+        """The open registrations."""
         return tuple(self._registrations.values())
 
     # ---- peers
 
     def hello(self, *caches: KVCache) -> bytes:
-        """Describe this agent, its registered memory and some caches in it to a peer.
+        """Return this agent's metadata for a peer's `connect`.
 
         Parameters
         ----------
         *caches : KVCache
-            Caches that the peer shall be able to plan against; their memory must be registered.
+            Caches in registered memory, for the peer to plan against.
 
         Returns
         -------
         bytes
-            For `connect` of the other side. Whoever holds them can read and write the registered
-            memory.
+            A secret: every holder can read and write the registered memory.
 
         Raises
         ------
@@ -254,15 +253,15 @@ class Agent(Closeable, ABC):
         ).seal(self._secret)
 
     def connect(self, hello: bytes) -> Peer:
-        """Connect to the agent that gave the hello, or refresh what is known of it.
+        """Connect to the agent of a hello, or update its registered memory if it is connected.
 
-        A newer hello of the same agent object updates the peer's memory. One of a successor with
-        the same name gives a new generation, once the old one is lost or disconnected.
+        A successor of the same name becomes a new generation, once the old one is lost or
+        disconnected.
 
         Parameters
         ----------
         hello : bytes
-            From `hello` of the other side. Untrusted: verified before anything native sees it.
+            From `hello` of the other side. Untrusted, and verified before any native code sees it.
 
         Returns
         -------
@@ -274,11 +273,11 @@ class Agent(Closeable, ABC):
         WireError
             If the bytes are damaged or forged.
         ProtocolVersionError
-            If hello format or library version differ.
+            If the hello's format or the library's version differs.
         HandshakeError
-            If the other side runs another engine.
+            If the transfer backend or the byte order differs.
         DuplicatePeerError
-            If a live agent with the same name is connected, or it is this agent's own name.
+            If a live agent of that name is connected, or the name is this agent's own.
         NativeError
             If the library refuses the metadata.
         """
@@ -316,9 +315,9 @@ class Agent(Closeable, ABC):
             )
 
     def is_alive(self, peer: Peer) -> bool:
-        """Ask the library whether the connection to a peer still stands; costs a small message.
+        """Ask the library whether the connection to a peer stands; costs a small message.
 
-        A stopped process counts as alive. False also ends the peer's transfers.
+        A stopped process counts as alive. If the connection is gone, the peer's transfers end.
         """
         return self._native.is_alive(peer._native)
 
@@ -350,7 +349,7 @@ class Agent(Closeable, ABC):
         local_blocks, remote_blocks : array_like of int
             Physical block numbers in token order, as in `TransferPlan.descriptors`.
         notify : bytes, optional
-            Sent to the peer once all bytes are here; at most `MAX_NOTIFICATION_BYTES`.
+            Sent to the peer when all bytes have arrived; at most `MAX_NOTIFICATION_BYTES`.
         timeout : float
             Seconds until the transfer ends as timed out.
         num_tokens, local_start, remote_start : int or mapping of str to int
@@ -359,23 +358,19 @@ class Agent(Closeable, ABC):
         Returns
         -------
         Transfer
-            At once; whatever goes wrong later is its end state.
+            In microseconds: the agent's thread expands, posts and progresses the transfer. Later
+            failures are end states of the transfer.
 
         Raises
         ------
         PlanError
-            If the block tables do not fit, or the plan was made for another geometry of the peer.
+            If the block tables do not fit, or the plan is for another geometry of the peer.
         NotRegisteredError
-            If the plan's memory is not registered on either side.
+            If the plan's memory is not registered on one of the sides.
         PeerLostError, StalePeerError
-            If this generation of the peer is not connected any more.
+            If this generation of the peer is no longer connected.
         ClosedError
             If the agent is closed.
-
-        Notes
-        -----
-        Returns in microseconds without blocking: rows are made, posted and progressed on the
-        engine's thread.
         """
         tables = plan.tables(
             local_blocks,
@@ -399,7 +394,7 @@ class Agent(Closeable, ABC):
         local_start: Positions = 0,
         remote_start: Positions = 0,
     ) -> Transfer:
-        """Push local blocks into blocks of the peer; everything else is as in `read`.
+        """Push local blocks into blocks of the peer; otherwise as `read`.
 
         The notification is sent when the bytes are visible at the peer.
         """
@@ -435,29 +430,29 @@ class Agent(Closeable, ABC):
         notify: bytes | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
     ) -> Transfer:
-        """Pull rows of memory that the caller has worked out.
+        """Pull memory by descriptors instead of by a plan.
 
         Parameters
         ----------
         peer : Peer
             Where from.
         local, remote : ndarray of uint64, shape (n, 3)
-            Rows of address, length in bytes, device number, paired row by row; rows that are
-            written must not overlap. Copied before this returns.
+            Descriptors (address, length in bytes, device number), paired by index; those that are
+            written must not overlap. Copied before the call returns.
         notify, timeout
             As in `read`.
 
         Returns
         -------
         Transfer
-            At once.
+            As from `read`.
 
         Raises
         ------
         PlanError
-            If rows do not pair, differ in length, are empty, or overlap where they are written.
+            If descriptors do not pair, are empty, or overlap on the written side.
         NotRegisteredError
-            If a row is outside the registered memory of its side.
+            If a descriptor is outside the registered memory of its side.
         PeerLostError, StalePeerError, ClosedError
             As in `read`.
         """
@@ -472,7 +467,7 @@ class Agent(Closeable, ABC):
         notify: bytes | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
     ) -> Transfer:
-        """Push rows of memory that the caller has worked out; as `read_descriptors`."""
+        """Push memory by descriptors; otherwise as `read_descriptors`."""
         return self._submit_descriptors(Operation.WRITE, peer, local, remote, notify, timeout)
 
     def _submit_descriptors(
@@ -485,8 +480,10 @@ class Agent(Closeable, ABC):
         timeout: float,
     ) -> Transfer:
         _check_message(notify)
+        _check_descriptors("local", local)
+        _check_descriptors("remote", remote)
         native = self._native.submit_descriptors(
-            int(op), peer._native, _rows("local", local), _rows("remote", remote), notify, timeout
+            int(op), peer._native, local, remote, notify, timeout
         )
         return self._transfer(native, peer)
 
@@ -509,25 +506,16 @@ class Agent(Closeable, ABC):
     # ---- notifications
 
     def notify(self, peer: Peer, message: bytes) -> None:
-        """Send a notification by itself.
+        """Send a notification of at most `MAX_NOTIFICATION_BYTES`, without a transfer.
 
-        Parameters
-        ----------
-        peer : Peer
-            Whom to tell.
-        message : bytes
-            At most `MAX_NOTIFICATION_BYTES`; may be empty.
+        Returns when the library has queued the message; delivery is not confirmed.
 
         Raises
         ------
         ConfigError
-            If the message is not bytes or too long.
+            If the message is not bytes, or too long.
         PeerLostError
             If the peer is not connected.
-
-        Notes
-        -----
-        Returns when the library has queued it; delivery is not confirmed.
         """
         _check_message(message)
         self._native.notify(peer._native, message)
@@ -535,15 +523,7 @@ class Agent(Closeable, ABC):
     def notifications(self, timeout: float = 0.0) -> list[Notification]:
         """Take the notifications that have arrived, each once, in order per sender.
 
-        Parameters
-        ----------
-        timeout : float
-            Longest wait in seconds for the first; 0 does not wait.
-
-        Returns
-        -------
-        list of Notification
-            Empty if none came in time.
+        Waits up to `timeout` seconds for the first; returns an empty list if none came.
         """
         return [
             Notification(AgentName(peer), message)
@@ -551,31 +531,17 @@ class Agent(Closeable, ABC):
         ]
 
     def wait_activity(self, seen: int, timeout: float) -> int:
-        """Wait until something has happened here.
+        """Wait up to `timeout` seconds for activity, and return the activity counter.
 
-        That is: a notification has come, a transfer has ended or become quiet, or `wake` was
-        called. One thread can so look after any number of transfers and peers.
-
-        Parameters
-        ----------
-        seen : int
-            What the call before returned; 0 at first.
-        timeout : float
-            Longest wait in seconds.
-
-        Returns
-        -------
-        int
-            A count that grows with whatever happens; equal to `seen` if nothing did in time.
-
-        Notes
-        -----
-        Blocks without the GIL. What happened between two calls is never missed.
+        Activity is a notification, a transfer that ended or became quiet, or a call of `wake`; one
+        thread can watch any number of transfers and peers. `seen` is the counter of the previous
+        call, 0 at first; activity between two calls is not missed. The counter is unchanged on
+        timeout. Blocks without the GIL.
         """
         return self._native.wait_activity(seen, timeout)
 
     def wake(self) -> None:
-        """Let `wait_activity` return, in whichever threads wait in it."""
+        """Let `wait_activity` return in all threads."""
         self._native.wake_waiters()
 
     # ---- life
@@ -586,7 +552,7 @@ class Agent(Closeable, ABC):
         return self._native.quarantined
 
     def close(self, timeout: float = CLOSE_TIMEOUT_S) -> bool:
-        """Cancel what runs, wait for quiet, deregister, disconnect. Idempotent.
+        """Cancel all transfers, wait for quiet, deregister, disconnect. Idempotent.
 
         Parameters
         ----------
@@ -596,12 +562,12 @@ class Agent(Closeable, ABC):
         Returns
         -------
         bool
-            True when everything is quiet and given back. False if transfers are still not quiet
-            (a peer that hangs): then a background thread keeps them and their memory until they
-            are, and the buffers must not be reused before another call returns True.
+            Whether all transfers are quiet and everything is released. If not (a peer hangs), a
+            background thread keeps the transfers and their memory until they are quiet; do not
+            reuse the buffers before another call returns True.
         """
         if os.getpid() != self._pid:
-            return True  # the parent's agent is the parent's to close
+            return True  # only the parent can close its agent
         with self._close_lock:
             self._closed = True
             closed = self._native.close(timeout)
@@ -622,7 +588,7 @@ class Agent(Closeable, ABC):
         if not self._closed:
             warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=2)
         if not self._native.close(0.0):
-            # Its thread and its buffers must outlive it until all is quiet.
+            # Its thread and its buffers must outlive the agent until all transfers are quiet.
             _keeper.quarantine(self._native, self._registrations)
 
     def __repr__(self) -> str:
@@ -645,7 +611,7 @@ class _Keeper:
         self._pid = os.getpid()
 
     def add(self, agent: Agent) -> None:
-        if os.getpid() != self._pid:  # a forked child: what the parent had is not ours
+        if os.getpid() != self._pid:  # a forked child does not own the parent's agents
             self.__init__()  # type: ignore[misc]
         self.reap()
         self._live.add(agent)
@@ -673,10 +639,7 @@ atexit.register(_keeper.stop_all)
 def num_quarantined_agents() -> int:
     """Return how many dropped agents still have transfers that may move bytes.
 
-    Returns
-    -------
-    int
-        Each such agent keeps its thread and its registered memory until it is quiet.
+    Each keeps its thread and its registered memory until it is quiet.
     """
     return _keeper.reap()
 
@@ -687,10 +650,14 @@ def _span_arrays(spans: Iterable[MemorySpan]) -> tuple[npt.NDArray[np.uint64], l
     return rows.reshape(-1, 3), [int(MemoryType(s.memory)) for s in spans]
 
 
-def _rows(side: str, rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    what = f"{side} descriptors"
-    checked = integers(what, rows, PlanError, columns=3, dtype=np.uint64)
-    return np.ascontiguousarray(checked, dtype=np.uint64)
+def _check_descriptors(side: str, rows: object) -> None:
+    if not isinstance(rows, np.ndarray) or rows.dtype != _UINT64 or rows.shape[1:] != (3,):
+        seen = (
+            f"{rows.dtype} of shape {rows.shape}"
+            if isinstance(rows, np.ndarray)
+            else type(rows).__name__
+        )
+        raise PlanError(f"{side} descriptors must be a uint64 array of shape (n, 3), not {seen}")
 
 
 def _check_message(message: object) -> None:

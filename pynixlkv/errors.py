@@ -1,8 +1,7 @@
 """The exception tree: everything that pynixlkv raises on purpose derives from `PynixlkvError`.
 
 Messages say what failed, on what, what was seen, and what to do about it. Facts that a program may
-want to act on are attributes. Native status codes are turned into exceptions in one place
-(`from_native`), called by both extension modules.
+act on are attributes. `from_native` is the one place where native status codes become exceptions.
 """
 
 from __future__ import annotations
@@ -56,7 +55,22 @@ __all__ = [
 
 
 class PynixlkvError(Exception):
-    """Base of every exception that pynixlkv raises on purpose."""
+    """Base of every exception that pynixlkv raises on purpose.
+
+    Parameters
+    ----------
+    message : str
+        What failed, on what, what was seen, and what to do.
+    **facts : object
+        Attributes of the class to set; each has a default.
+    """
+
+    def __init__(self, message: str = "", **facts: object) -> None:
+        super().__init__(message)
+        for name, value in facts.items():
+            if not hasattr(type(self), name):
+                raise TypeError(f"{type(self).__name__} has no attribute {name!r}")
+            setattr(self, name, value)
 
 
 class ConfigError(PynixlkvError, ValueError):
@@ -72,7 +86,7 @@ class PlanError(ConfigError):
 
 
 class RegistrationError(ConfigError):
-    """Memory whose registration does not allow what was asked."""
+    """Memory whose registration does not allow the operation."""
 
 
 class NotRegisteredError(RegistrationError):
@@ -96,7 +110,7 @@ class DuplicatePeerError(ConfigError):
 
 
 class StateError(PynixlkvError, RuntimeError):
-    """An object asked for something that its state does not allow (never posted, still running)."""
+    """The state of an object does not allow the call (never posted, still running)."""
 
 
 class StalePeerError(StateError):
@@ -112,43 +126,24 @@ class ForkError(ClosedError):
 
 
 class NotStagedError(StateError):
-    """Host blocks that do not hold what their device blocks hold, so they must not be sent."""
+    """Host blocks without the contents of their device blocks, which must not be sent."""
 
 
 class PoolExhausted(PynixlkvError):
-    """A pool had too few free blocks until the deadline; nothing was taken from it."""
+    """A pool had too few free blocks until the deadline, and kept them."""
 
 
 class NativeError(PynixlkvError):
-    """A native library reported a failure.
+    """A native library reported a failure."""
 
-    Parameters
-    ----------
-    message : str
-        What failed, on what, what was seen, and what to do.
-    library : str
-        ``"nixl"`` or ``"ucx"``.
-    status : int
-        The native status code, in the numbering of that library's C interface.
-    call : str
-        Name of the native function.
-    detail : str
-        What the library or the caller knew beyond the status; may be empty.
-    """
-
-    library: str
-    status: int
-    call: str
-    detail: str
-
-    def __init__(
-        self, message: str, *, library: str = "", status: int = 0, call: str = "", detail: str = ""
-    ) -> None:
-        super().__init__(message)
-        self.library = library
-        self.status = status
-        self.call = call
-        self.detail = detail
+    library: str = ""
+    """``"nixl"`` or ``"ucx"``."""
+    status: int = 0
+    """The native status code, in the numbering of that library's C interface."""
+    call: str = ""
+    """Name of the native function."""
+    detail: str = ""
+    """What was being done, on what; may be empty."""
 
 
 class NixlError(NativeError):
@@ -164,11 +159,11 @@ class NixlBackendError(NixlError):
 
 
 class NixlStateError(NixlError):
-    """NIXL refused the call in the present state of the object."""
+    """The state of an object of NIXL does not allow the call."""
 
 
 class NixlNotFoundError(NixlError):
-    """NIXL does not know the agent, memory or plugin that was named."""
+    """NIXL does not know the agent, memory or plugin."""
 
 
 class NixlTelemetryError(NixlError):
@@ -180,31 +175,14 @@ class UcxError(NativeError):
 
 
 class TransferError(PynixlkvError):
-    """A transfer ended without success.
+    """A transfer ended without success."""
 
-    Parameters
-    ----------
-    message : str
-        What failed and why.
-    peer : str
-        Name of the remote agent.
-    transfer_id : int
-        The transfer's number within its agent.
-    bytes_done : int
-        Bytes that are known to have arrived; 0 when the engine cannot tell.
-    """
-
-    peer: str
-    transfer_id: int
-    bytes_done: int
-
-    def __init__(
-        self, message: str, *, peer: str = "", transfer_id: int = 0, bytes_done: int = 0
-    ) -> None:
-        super().__init__(message)
-        self.peer = peer
-        self.transfer_id = transfer_id
-        self.bytes_done = bytes_done
+    peer: str = ""
+    """Name of the remote agent."""
+    transfer_id: int = 0
+    """The transfer's number within its agent."""
+    bytes_done: int = 0
+    """Bytes known to have arrived; 0 if the agent cannot tell."""
 
 
 class TransferTimeout(TransferError, TimeoutError):
@@ -212,49 +190,34 @@ class TransferTimeout(TransferError, TimeoutError):
 
 
 class TransferCancelled(TransferError):
-    """A transfer was given up by its owner."""
+    """The owner of a transfer cancelled it."""
 
 
 class PeerLostError(TransferError, ConnectionError):
-    """The connection to the peer is gone; connect again to get a new generation of it."""
+    """The connection to the peer is gone; connecting again makes a new generation of the peer."""
 
 
 class LeaseExpired(TransferError):
-    """The producer no longer held the blocks while they were read; what arrived may be wrong."""
+    """The producer no longer held the blocks during the read; the bytes may be wrong."""
 
 
 class HandshakeError(PynixlkvError):
-    """Two sides could not agree to talk.
+    """Two sides could not connect."""
 
-    Parameters
-    ----------
-    message : str
-        What did not fit.
-    peer : str
-        Name of the other side, as far as it is known.
-    local_version, remote_version : str
-        Versions of the two sides, where the failure is about them.
-    """
-
-    peer: str
-    local_version: str
-    remote_version: str
-
-    def __init__(
-        self, message: str, *, peer: str = "", local_version: str = "", remote_version: str = ""
-    ) -> None:
-        super().__init__(message)
-        self.peer = peer
-        self.local_version = local_version
-        self.remote_version = remote_version
+    peer: str = ""
+    """Name of the other side, if known."""
+    local_version: str = ""
+    """Version of this side, if versions differ."""
+    remote_version: str = ""
+    """Version of the other side, if versions differ."""
 
 
 class WireError(HandshakeError, ValueError):
-    """Bytes from outside are damaged, truncated, forged, or not ours; nothing of them was used."""
+    """Bytes from outside are damaged, truncated, forged, or of another program; none were used."""
 
 
 class ProtocolVersionError(HandshakeError):
-    """The other side speaks a wire version that this one does not."""
+    """The other side has another version of a format or library."""
 
 
 class HandshakeTimeout(HandshakeError, TimeoutError):
@@ -262,80 +225,28 @@ class HandshakeTimeout(HandshakeError, TimeoutError):
 
 
 class EngineIdMismatch(HandshakeError):
-    """Another engine than the wanted one answered, for instance a successor on the same port.
+    """The wrong engine answered, for instance a successor on the same port."""
 
-    Parameters
-    ----------
-    message : str
-        What did not fit.
-    wanted, seen : str
-        Engine id that was asked for, and the one that answered.
-    peer : str
-        As in `HandshakeError`.
-    """
-
-    wanted: str
-    seen: str
-
-    def __init__(self, message: str, *, wanted: str = "", seen: str = "", peer: str = "") -> None:
-        super().__init__(message, peer=peer)
-        self.wanted = wanted
-        self.seen = seen
+    wanted: str = ""
+    """Engine id asked for."""
+    seen: str = ""
+    """Id of the engine that answered."""
 
 
 class RankNotFound(HandshakeError):
-    """The engine does not serve a rank that was asked for.
+    """The engine does not serve a requested rank."""
 
-    Parameters
-    ----------
-    message : str
-        What is missing.
-    missing, available : sequence of (int, int)
-        Pipeline and tensor-parallel rank of those that are missing and of those that are there.
-    peer : str
-        As in `HandshakeError`.
-    """
-
-    missing: list[tuple[int, int]]
-    available: list[tuple[int, int]]
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        missing: Sequence[tuple[int, int]] = (),
-        available: Sequence[tuple[int, int]] = (),
-        peer: str = "",
-    ) -> None:
-        super().__init__(message, peer=peer)
-        self.missing = list(missing)
-        self.available = list(available)
+    missing: Sequence[tuple[int, int]] = ()
+    """Pipeline and tensor-parallel ranks that do not exist."""
+    available: Sequence[tuple[int, int]] = ()
+    """Ranks that exist."""
 
 
 class CompatMismatch(HandshakeError):
-    """Two engines are configured differently where they must agree.
+    """Two engines differ in configuration that must agree."""
 
-    Parameters
-    ----------
-    message : str
-        What did not fit.
-    differences : sequence of (str, str or None, str or None)
-        Field name, local value, remote value; None where a side does not have the field.
-    peer : str
-        As in `HandshakeError`.
-    """
-
-    differences: list[tuple[str, str | None, str | None]]
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        differences: Sequence[tuple[str, str | None, str | None]] = (),
-        peer: str = "",
-    ) -> None:
-        super().__init__(message, peer=peer)
-        self.differences = list(differences)
+    differences: Sequence[tuple[str, str | None, str | None]] = ()
+    """Field name, local value, remote value; None where a side does not have the field."""
 
     @property
     def fields(self) -> list[str]:
@@ -344,33 +255,10 @@ class CompatMismatch(HandshakeError):
 
 
 class IncompatibleLayoutError(HandshakeError):
-    """The other side's cache cannot be planned against ours.
+    """The other side's cache cannot be planned against ours."""
 
-    Parameters
-    ----------
-    message : str
-        What did not fit.
-    differences : sequence of (str, object, object)
-        Field name, local value, remote value.
-    peer, local_version, remote_version : str
-        As in `HandshakeError`.
-    """
-
-    differences: list[tuple[str, object, object]]
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        differences: Sequence[tuple[str, object, object]] = (),
-        peer: str = "",
-        local_version: str = "",
-        remote_version: str = "",
-    ) -> None:
-        super().__init__(
-            message, peer=peer, local_version=local_version, remote_version=remote_version
-        )
-        self.differences = list(differences)
+    differences: Sequence[tuple[str, object, object]] = ()
+    """Field name, local value, remote value."""
 
 
 class LibraryNotFoundError(PynixlkvError, ImportError):
@@ -393,26 +281,10 @@ _NIXL_KINDS: dict[str, type[NixlError]] = {
 def from_native(
     kind: str, message: str, library: str, status: int, call: str, detail: str
 ) -> PynixlkvError:
-    """Make the exception for a failure that native code reports.
+    """Make the exception for a failure that native code reports; never raises.
 
-    Parameters
-    ----------
-    kind : str
-        The name of a class of this module, or a NIXL status kind (``"backend"``, …).
-    message : str
-        The finished message.
-    library : str
-        Which native library failed, empty if the failure came out of none.
-    status : int
-        The native status code, 0 if there is none.
-    call, detail : str
-        The native function and what was being done; empty unless a native library failed.
-
-    Returns
-    -------
-    PynixlkvError
-        Never raises: an unknown kind becomes a plain `NativeError`, so that a failure cannot get
-        lost on its way up.
+    `kind` is the name of a class of this module, or NIXL's name of a status. `library` is empty
+    unless a native library failed. An unknown kind becomes a plain `NativeError`.
     """
     if library:
         if library == "nixl":

@@ -202,7 +202,7 @@ class Transfer(Closeable):
             self._native.message,
             peer=self._peer.name,
             transfer_id=self.id,
-            bytes_done=self._native.stats["bytes_done"],
+            bytes_done=self._native.stats.bytes_done,
         )
         cause = self._native.cause
         if cause is not None:
@@ -276,15 +276,15 @@ class Transfer(Closeable):
             raise StateError(f"{self!r} has not ended; wait() for it first")
         stats = self._native.stats
         return TransferResult(
-            bytes=stats["bytes"],
-            descriptors=stats["descriptors"],
-            batches=stats["batches"],
-            prepared=stats["prepared"],
-            queued_s=stats["queued_ns"] * 1e-9,
-            plan_s=stats["expand_ns"] * 1e-9,
-            make_s=stats["make_ns"] * 1e-9,
-            post_s=stats["post_ns"] * 1e-9,
-            transfer_s=stats["total_ns"] * 1e-9,
+            bytes=stats.bytes,
+            descriptors=stats.descriptors,
+            batches=stats.batches,
+            prepared=stats.prepared,
+            queued_s=stats.queued_ns * 1e-9,
+            plan_s=stats.expand_ns * 1e-9,
+            make_s=stats.make_ns * 1e-9,
+            post_s=stats.post_ns * 1e-9,
+            transfer_s=stats.total_ns * 1e-9,
         )
 
     def cancel(self) -> None:

@@ -21,6 +21,9 @@ class MemoryType(enum.IntEnum):
     BLOCK = 2
     OBJECT = 3
     FILE = 4
+    # NIXL's own names.
+    BLK = 2
+    OBJ = 3
 
 
 class Operation(enum.IntEnum):

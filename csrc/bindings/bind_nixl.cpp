@@ -1,24 +1,115 @@
 /// @file
-/// The NIXL owners for pynixlkv/nixl/binding.py, which checks and converts arguments. Everything
-/// that may take a lock of ours or of the library runs without the GIL.
+/// NIXL's verbs. pynixlkv/nixl/verbs.py exports what is bound here and adds the rest: conversion of
+/// arrays, and the verbs that take them. What may take a lock of ours or of the library runs
+/// without the GIL.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "base/error.hpp"
 #include "bindings/bind.hpp"
 #include "bindings/py_shared.hpp"
+#include "bindings/py_types.hpp"
 #include "nixl/agent.hpp"
 #include "nixl/prepared_list.hpp"
 #include "nixl/registration.hpp"
-#include "nixl/request.hpp"
+#include "nixl/xfer_request.hpp"
+
+namespace pybind11::detail {
+
+/// A C-contiguous array, as it is: (n, 3) uint64 as descriptors, int32 as indices.
+template <class Item, class Number>
+struct span_caster {
+    static constexpr auto name = make_caster<array_t<Number, array::c_style>>::name;
+
+    bool load(handle source, bool /*convert*/) {
+        if (!array_.load(source, false)) {
+            return false;
+        }
+        const auto& numbers = static_cast<array_t<Number, array::c_style>&>(array_);
+        constexpr bool is_table = sizeof(Item) != sizeof(Number);
+        if (numbers.ndim() != (is_table ? 2 : 1) || (is_table && numbers.shape(1) != 3)) {
+            return false;
+        }
+        value_ = {reinterpret_cast<const Item*>(numbers.data()),
+                  static_cast<std::size_t>(numbers.shape(0))};
+        return true;
+    }
+    template <class T>
+    using cast_op_type = std::span<const Item>;
+    operator std::span<const Item>() { return value_; }
+
+  private:
+    make_caster<array_t<Number, array::c_style>> array_;
+    std::span<const Item> value_;
+};
+template <>
+struct type_caster<pynixlkv::nixl::Rows> : span_caster<pynixlkv::Row, std::uint64_t> {};
+template <>
+struct type_caster<std::span<const std::int32_t>> : span_caster<std::int32_t, std::int32_t> {};
+
+struct xfer_state_names {
+    static constexpr const char* kModule = "pynixlkv.nixl._enums";
+    static constexpr const char* kClass = "XferState";
+    static constexpr const char* kMember = "a state of a request";
+};
+
+template <>
+struct type_caster<pynixlkv::nixl::XferState>
+    : python_enum_caster<pynixlkv::nixl::XferState, xfer_state_names> {
+    static constexpr auto name = const_name("pynixlkv.nixl._enums.XferState");
+};
+
+}  // namespace pybind11::detail
+
+namespace pynixlkv::nixl {
+
+// What Released asks of an owner.
+
+static bool is_closed(const Registration& self) {
+    return self.is_released() || self.agent()->is_closed();
+}
+static bool is_closed(const PreparedList& self) {
+    return self.is_released() || self.agent()->is_closed();
+}
+static bool is_closed(const XferRequest& self) {
+    return self.state() == XferState::kReleased || self.agent()->is_closed();
+}
+
+static std::string repr(const Registration& self) {
+    std::uint64_t num_bytes = 0;
+    for (const Row& row : self.rows()) {
+        num_bytes += row.length;
+    }
+    return text("<Registration of ", num_bytes, " bytes ", memory_name(self.memory()), " in ",
+                self.rows().size(), " descriptors with agent '", self.agent()->name(), "', ",
+                is_closed(self) ? "deregistered>" : "registered>");
+}
+
+static std::string repr(const PreparedList& self) {
+    return text("<PreparedList of ", self.size(), " descriptors for ",
+                self.peer().empty() ? "the local side" : text("peer '", self.peer(), "'"),
+                " with agent '", self.agent()->name(), "', ",
+                is_closed(self) ? "released>" : "ready>");
+}
+
+static std::string repr(const XferRequest& self) {
+    return text("<XferRequest ", op_name(self.op()), " of ", self.num_bytes(), " bytes in ",
+                self.num_descriptors(), " descriptors, agent '", self.agent()->name(), "', peer '",
+                self.peer(), "', ", state_name(self.state()), ">");
+}
+
+}  // namespace pynixlkv::nixl
 
 namespace pynixlkv::bindings {
 
@@ -29,60 +120,102 @@ namespace {
 
 using PyLibrary = Shared<const Library>;
 using PyAgent = Shared<Agent>;
-using PyBackend = Shared<Backend>;
-using PyRegistration = Shared<Registration>;
-using PyPrepared = Shared<PreparedList>;
-using PyRequest = Shared<Request>;
-using Backends = std::vector<const PyBackend*>;
-using RowArray = py::array_t<std::uint64_t, py::array::c_style>;
-using IndexArray = py::array_t<std::int32_t, py::array::c_style>;
+using PyRegistration = Released<Registration>;
+using PyPrepared = Released<PreparedList>;
+using PyRequest = Released<XferRequest>;
+using Backends = std::vector<std::shared_ptr<Backend>>;
+using Indices = std::span<const std::int32_t>;
+using Message = std::optional<Bytes>;
+using Blobs = std::vector<Bytes>;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
-Rows rows_of(const RowArray& array) {
-    if (array.ndim() != 2 || array.shape(1) != 3) {
-        throw Error("ConfigError", "descriptors must be an array of shape (n, 3)");
+std::vector<std::string> strings_of(Blobs blobs) {
+    std::vector<std::string> strings;
+    for (Bytes& blob : blobs) {
+        strings.push_back(std::move(blob.value));
     }
-    return {reinterpret_cast<const Row*>(array.data()), static_cast<std::size_t>(array.shape(0))};
+    return strings;
 }
 
-std::span<const std::int32_t> indices_of(const IndexArray& array) {
-    if (array.ndim() != 1) {
-        throw Error("ConfigError", "indices must be an array with one dimension");
-    }
-    return {array.data(), static_cast<std::size_t>(array.size())};
+std::optional<std::string> string_of(const Message& message) {
+    return message ? std::optional(message->value) : std::nullopt;
 }
 
-CallOptions options_of(const Backends& backends, std::optional<std::string> notification = {},
-                       bool skip_merge = false, std::string custom_param = {}) {
-    CallOptions options;
-    for (const PyBackend* backend : backends) {
-        options.backends.push_back(backend->ptr());
-    }
-    options.notification = std::move(notification);
-    options.skip_merge = skip_merge;
-    options.custom_param = std::move(custom_param);
-    return options;
+CallOptions options_of(const Backends& backends, const Message& notification = {},
+                       bool skip_merge = false) {
+    return {
+        .backends = backends, .notification = string_of(notification), .skip_merge = skip_merge};
 }
 
-Duration seconds(double s) {
-    // A float cannot hold the largest duration; a year is as good as for ever.
+/// A Python float of seconds cannot hold the longest duration; a year is as good as for ever.
+Duration seconds(double timeout) {
+    if (!(timeout >= 0)) {
+        throw Error("ConfigError",
+                    text("timeout is ", timeout, "; it must be a number of seconds, 0 or more"));
+    }
     constexpr double kLongest = 3.2e7;
     return std::chrono::duration_cast<Duration>(
-        std::chrono::duration<double>(s < kLongest ? s : kLongest));
-}
-
-std::vector<int> memory_numbers(const BackendInfo& info) {
-    std::vector<int> numbers;
-    for (const MemoryType memory : info.memory) {
-        numbers.push_back(static_cast<int>(memory));
-    }
-    return numbers;
+        std::chrono::duration<double>(std::fmin(timeout, kLongest)));
 }
 
 template <class Body>
 auto without_gil(Body&& body) {
     const py::gil_scoped_release unlocked;
     return body();
+}
+
+/// What an agent made, for a verb of that agent.
+template <class T>
+T& ours(const PyAgent& agent, const Released<T>& made) {
+    if (made->agent() != agent.ptr()) {
+        throw Error("ConfigError",
+                    text(repr(*made), " was made by another agent than '", agent->name(), "'"));
+    }
+    return *made;
+}
+
+/// What all that an agent makes has in common.
+template <class T>
+py::class_<Released<T>> bind_owner(py::module_& m, const char* name, const char* doc) {
+    using Owner = Released<T>;
+    return py::class_<Owner>(m, name, doc)
+        .def_property_readonly(
+            "is_closed", [](const Owner& self) { return is_closed(*self); },
+            "Whether it was released, or its agent closed.")
+        .def("__repr__", [](const Owner& self) { return repr(*self); })
+        .def(
+            "__enter__", [](Owner& self) -> Owner& { return self; },
+            py::return_value_policy::reference)
+        .def(
+            "__exit__",
+            [](const py::object& self, const py::object& /*kind*/, const py::object& /*error*/,
+               const py::object& /*traceback*/) { self.attr("close")(); },
+            py::arg("kind"), py::arg("error"), py::arg("traceback"));
+}
+
+void bind_values(py::module_& m) {
+    py::class_<BackendInfo>(m, "PluginParams", "What a plugin or a backend says about itself.")
+        .def_property_readonly(
+            "memory_types",
+            [](const BackendInfo& self) -> py::typing::Tuple<Memory, py::ellipsis> {
+                return py::tuple(py::cast(self.memory));
+            },
+            "Kinds of memory that it can transfer.")
+        .def_readonly("params", &BackendInfo::params);
+    py::class_<CostEstimate>(
+        m, "TransferCost",
+        "NIXL's estimate of a request; rough for small descriptors, which it rounds down to 1 µs.")
+        .def_readonly("duration_us", &CostEstimate::duration_us)
+        .def_readonly("margin_us", &CostEstimate::margin_us)
+        .def_readonly("method", &CostEstimate::method, "NIXL's number for how it estimated.");
+    py::class_<capi::Telemetry>(m, "TransferTelemetry",
+                                "What NIXL measured of a transfer that is done.")
+        .def_readonly("start_us", &capi::Telemetry::start_us, "Start, on the steady clock.")
+        .def_readonly("post_us", &capi::Telemetry::post_us)
+        .def_readonly("transfer_us", &capi::Telemetry::transfer_us,
+                      "Until the poll that saw the end.")
+        .def_readonly("num_bytes", &capi::Telemetry::num_bytes)
+        .def_readonly("num_descriptors", &capi::Telemetry::num_descriptors, "After merging.");
 }
 
 void bind_owners(py::module_& m) {
@@ -94,69 +227,94 @@ void bind_owners(py::module_& m) {
         .def_property_readonly("path", [](const PyLibrary& self) { return self->path(); })
         .def_property_readonly("version", [](const PyLibrary& self) { return self->version(); });
 
-    py::class_<PyBackend>(m, "Backend").def_property_readonly("type", [](const PyBackend& self) {
-        return self->type();
-    });
+    py::class_<Backend, std::shared_ptr<Backend>>(m, "Backend",
+                                                  "A transport or storage engine of an agent; made "
+                                                  "by `Agent.create_backend`.")
+        .def_property_readonly(
+            "type", &Backend::type,
+            "Name of its plugin; empty where NIXL does not tell which backend it "
+            "chose.")
+        .def("__repr__", [](const Backend& self) {
+            return text("<Backend ", self.type().empty() ? "(unnamed)" : self.type(), ">");
+        });
 
-    py::class_<PyRegistration>(m, "Registration")
-        .def(
-            "release", [](const PyRegistration& self) { self->release(); }, NoGil())
-        .def_property_readonly("is_active",
-                               [](const PyRegistration& self) { return self->is_active(); })
-        .def_property_readonly("num_users",
-                               [](const PyRegistration& self) { return self->num_users(); });
-
-    py::class_<PyPrepared>(m, "PreparedList")
-        .def(
-            "release", [](const PyPrepared& self) { self->release(); }, NoGil())
-        .def("__len__", [](const PyPrepared& self) { return self->size(); })
-        .def_property_readonly("peer", [](const PyPrepared& self) { return self->peer(); })
-        .def_property_readonly("generation",
-                               [](const PyPrepared& self) { return self->generation(); })
-        .def_property_readonly("is_released",
-                               [](const PyPrepared& self) { return self->is_released(); })
-        .def_property_readonly("num_users",
-                               [](const PyPrepared& self) { return self->num_users(); });
-
-    py::class_<PyRequest>(m, "Request")
-        .def(
-            "post",
-            [](const PyRequest& self, const std::optional<std::string>& notification) {
-                return static_cast<int>(self->post(notification));
+    bind_owner<Registration>(m, "Registration",
+                             "Registered memory; made by `Agent.register_mem` and "
+                             "`Agent.register_buffers`. Dropping it deregisters the memory too, "
+                             "with a `ResourceWarning`.")
+        .def_property_readonly("memory_type",
+                               [](const PyRegistration& self) { return self->memory(); })
+        .def_property_readonly(
+            "descriptors",
+            [](const py::object& self) {
+                const Rows rows = self.cast<const PyRegistration&>()->rows();
+                py::array_t<std::uint64_t> array({rows.size(), std::size_t{3}},
+                                                 &rows.data()->address, self);
+                array.attr("flags").attr("writeable") = false;
+                return array;
             },
-            py::arg("notification"), NoGil())
-        .def(
-            "poll", [](const PyRequest& self) { return static_cast<int>(self->poll()); }, NoGil())
-        .def(
-            "release",
-            [](const PyRequest& self, double patience) { return self->release(seconds(patience)); },
-            py::arg("patience"), NoGil())
-        .def(
-            "backend", [](const PyRequest& self) { return PyBackend(self->backend()); }, NoGil())
-        .def("estimate_cost",
-             [](const PyRequest& self) {
-                 const CostEstimate cost = without_gil([&] { return self->estimate_cost(); });
-                 return py::make_tuple(cost.duration_us, cost.margin_us, cost.method);
-             })
-        .def("telemetry",
-             [](const PyRequest& self) {
-                 const capi::Telemetry t = without_gil([&] { return self->telemetry(); });
-                 return py::make_tuple(t.start_us, t.post_us, t.transfer_us, t.num_bytes,
-                                       t.num_descriptors);
-             })
+            "What was registered, as (n, 3) uint64: address, length in bytes, device.")
         .def_property_readonly(
-            "state", [](const PyRequest& self) { return static_cast<int>(self->state()); })
-        .def_property_readonly("peer", [](const PyRequest& self) { return self->peer(); })
+            "num_users", [](const PyRegistration& self) { return self->num_users(); },
+            "Prepared lists and requests that use the memory and forbid to deregister it.")
+        .def(
+            "close",
+            [](const PyRegistration& self) {
+                if (!is_closed(*self)) {
+                    self->release();
+                }
+            },
+            NoGil(),
+            "Deregister the memory; a second call does nothing. Over TCP and same-host copies a "
+            "peer that knows the memory can still read and write it: tell the peers to stop before "
+            "you reuse it.");
+
+    bind_owner<PreparedList>(m, "PreparedList",
+                             "Descriptors that NIXL has prepared; made by `Agent.prep_xfer_dlist`.")
+        .def("__len__", [](const PyPrepared& self) { return self->size(); })
         .def_property_readonly(
-            "operation", [](const PyRequest& self) { return static_cast<int>(self->operation()); })
-        .def_property_readonly("num_descriptors",
-                               [](const PyRequest& self) { return self->num_descriptors(); })
-        .def_property_readonly("num_bytes",
-                               [](const PyRequest& self) { return self->num_bytes(); });
+            "peer",
+            [](const PyPrepared& self) {
+                return self->peer().empty() ? std::optional<py::str>()
+                                            : std::optional(name_of(self->peer()));
+            },
+            "Agent whose memory it is; None for the agent's own side.")
+        .def(
+            "close",
+            [](const PyPrepared& self) {
+                if (!is_closed(*self)) {
+                    self->release();
+                }
+            },
+            NoGil(), "Release the list; a second call does nothing.");
+
+    bind_owner<XferRequest>(m, "XferRequest",
+                            "One transfer; made by `Agent.make_xfer_req` and "
+                            "`Agent.create_xfer_req`.")
+        .def_property_readonly(
+            "state", [](const PyRequest& self) { return self->state(); },
+            "State as of the last call; does not poll.")
+        .def_property_readonly("peer", [](const PyRequest& self) { return name_of(self->peer()); })
+        .def_property_readonly("operation", [](const PyRequest& self) { return self->op(); })
+        .def_property_readonly(
+            "num_descriptors", [](const PyRequest& self) { return self->num_descriptors(); },
+            "Descriptors as given, before NIXL merged any.")
+        .def_property_readonly(
+            "num_bytes", [](const PyRequest& self) { return self->num_bytes(); },
+            "Bytes that one post moves.")
+        .def(
+            "close",
+            [](const PyRequest& self, double timeout) {
+                if (!is_closed(*self)) {
+                    self->release(seconds(timeout));
+                }
+            },
+            py::arg("timeout") = 0.0, NoGil(),
+            "Release it as `Agent.release_xfer_req` does; a second call does nothing.");
 }
 
-void bind_agent(py::module_& m) {
-    py::class_<PyAgent>(m, "Agent")
+void bind_life(py::class_<PyAgent>& agent) {
+    agent
         .def(py::init([](const PyLibrary& library, const std::string& name, bool progress_thread,
                          bool listen_thread, std::uint16_t listen_port, int thread_sync,
                          std::uint64_t progress_delay_us, std::uint64_t listen_delay_us,
@@ -168,148 +326,143 @@ void bind_agent(py::module_& m) {
                                           .progress_delay_us = progress_delay_us,
                                           .listen_delay_us = listen_delay_us,
                                           .telemetry = telemetry};
-                 return PyAgent(
-                     without_gil([&] { return Agent::create(library.ptr(), name, config); }));
+                 return PyAgent(without_gil(
+                     [&] { return std::make_shared<Agent>(library.ptr(), name, config); }));
              }),
-             py::arg("library"), py::arg("name"), py::kw_only(), py::arg("progress_thread"),
-             py::arg("listen_thread"), py::arg("listen_port"), py::arg("thread_sync"),
-             py::arg("progress_delay_us"), py::arg("listen_delay_us"), py::arg("telemetry"))
-        .def_property_readonly("name", [](const PyAgent& self) { return self->name(); })
+             py::arg("library"), py::arg("name"), py::kw_only(), py::arg("progress_thread") = false,
+             py::arg("listen_thread") = false, py::arg("listen_port") = 0,
+             py::arg("thread_sync") = 0, py::arg("progress_delay_us") = 1000,
+             py::arg("listen_delay_us") = 100'000, py::arg("telemetry") = false)
+        .def_property_readonly("name", [](const PyAgent& self) { return name_of(self->name()); })
         .def_property_readonly("is_closed", [](const PyAgent& self) { return self->is_closed(); })
-        .def_property_readonly("is_here", [](const PyAgent& self) { return self->is_here(); })
-        .def_property_readonly("num_parked", [](const PyAgent& self) { return self->num_parked(); })
-        .def_property_readonly_static(
-            "num_abandoned", [](const py::object& /*cls*/) { return Agent::num_abandoned(); })
+        .def_property_readonly(
+            "is_here", [](const PyAgent& self) { return self->is_here(); },
+            "False in a forked child of the process that made it.")
+        .def_property_readonly(
+            "num_quarantined", [](const PyAgent& self) { return self->num_quarantined(); },
+            "Requests that were given up while running and are not quiet yet.")
         .def(
-            "generation",
-            [](const PyAgent& self, const std::string& peer) { return self->generation(peer); },
-            py::arg("peer"), NoGil())
-        .def(
-            "drain",
-            [](const PyAgent& self, double patience) { return self->drain(seconds(patience)); },
-            py::arg("patience"), NoGil())
-        .def(
-            "close",
-            [](const PyAgent& self, double patience) { return self->close(seconds(patience)); },
-            py::arg("patience"), NoGil())
+            "_drain",
+            [](const PyAgent& self, double timeout) { return self->drain(seconds(timeout)); },
+            py::arg("timeout"), NoGil())
+        .def("_close", [](const PyAgent& self) { return self->close(Duration::zero()); }, NoGil());
+}
 
+void bind_memory(py::class_<PyAgent>& agent) {
+    agent
         .def(
-            "available_plugins", [](const PyAgent& self) { return self->available_plugins(); },
-            NoGil())
+            "get_available_plugins", [](const PyAgent& self) { return self->available_plugins(); },
+            NoGil(), "Return the names of the plugins that NIXL knows; not all need to load here.")
         .def(
-            "plugin_info",
+            "get_plugin_params",
             [](const PyAgent& self, const std::string& plugin) {
-                const BackendInfo info = self->plugin_info(plugin);
-                return std::pair(memory_numbers(info), info.params);
+                return self->plugin_info(plugin);
             },
-            py::arg("plugin"), NoGil())
+            py::arg("plugin"), NoGil(), "Return memory types and default parameters of a plugin.")
         .def(
             "create_backend",
-            [](const PyAgent& self, const std::string& type, const ParamMap& params) {
-                return PyBackend(self->create_backend(type, params));
+            [](const PyAgent& self, const std::string& plugin,
+               const std::optional<ParamMap>& params) {
+                return self->create_backend(plugin, params.value_or(ParamMap()));
             },
-            py::arg("type"), py::arg("params"), NoGil())
+            py::arg("plugin"), py::arg("params") = std::nullopt, NoGil(),
+            "Create a backend, one of each type per agent, with parameters over the defaults.")
         .def(
-            "backend_info",
-            [](const PyAgent& self, const PyBackend& backend) {
-                const BackendInfo info = self->backend_info(*backend);
-                return std::pair(memory_numbers(info), info.params);
-            },
-            py::arg("backend"), NoGil())
-
+            "get_backend_params",
+            [](const PyAgent& self, const Backend& backend) { return self->backend_info(backend); },
+            py::arg("backend"), NoGil(), "Return memory types and parameters of a backend.")
+        .def_property_readonly(
+            "backends", [](const PyAgent& self) { return self->backends(); },
+            "The backends that were created.")
         .def(
-            "register_memory",
-            [](const PyAgent& self, int memory, const RowArray& rows,
-               const std::vector<std::string>& metadata, const py::object& keepalive,
-               const Backends& backends) {
-                const Rows native_rows = rows_of(rows);
+            "_register_mem",
+            [](const PyAgent& self, Rows rows, Memory memory, const Blobs& metadata,
+               const py::object& keepalive, const Backends& backends) {
                 const CallOptions options = options_of(backends);
+                const auto blobs = strings_of(metadata);
                 std::shared_ptr<void> kept = keepalive.is_none() ? nullptr : keep_alive(keepalive);
                 return PyRegistration(without_gil([&] {
-                    return self->register_memory(static_cast<MemoryType>(memory), native_rows,
-                                                 metadata, std::move(kept), options);
+                    return self->register_memory(memory, rows, blobs, std::move(kept), options);
                 }));
             },
-            py::arg("memory"), py::arg("rows").noconvert(), py::arg("metadata"),
-            py::arg("keepalive"), py::arg("backends"))
-        .def(
-            "query_memory",
-            [](const PyAgent& self, int memory, const RowArray& rows,
-               const std::vector<std::string>& metadata, const Backends& backends) {
-                const Rows native_rows = rows_of(rows);
-                const CallOptions options = options_of(backends);
-                return without_gil([&] {
-                    return self->query_memory(static_cast<MemoryType>(memory), native_rows,
-                                              metadata, options);
-                });
-            },
-            py::arg("memory"), py::arg("rows").noconvert(), py::arg("metadata"),
+            py::arg("rows"), py::arg("memory"), py::arg("metadata"), py::arg("keepalive"),
             py::arg("backends"))
-
-        .def("local_metadata",
-             [](const PyAgent& self) {
-                 return py::bytes(without_gil([&] { return self->local_metadata(); }));
-             })
         .def(
-            "local_partial_metadata",
-            [](const PyAgent& self, int memory, const RowArray& rows, const Backends& backends) {
-                const Rows native_rows = rows_of(rows);
-                const CallOptions options = options_of(backends);
+            "deregister_mem",
+            [](const PyAgent& self, const PyRegistration& registration) {
+                ours(self, registration).release();
+            },
+            py::arg("registration"), NoGil(),
+            "Deregister memory, once and not while prepared lists or requests use it.")
+        .def(
+            "_query_mem",
+            [](const PyAgent& self, Rows rows, Memory memory, const Blobs& metadata,
+               const Backends& backends) {
+                return self->query_memory(memory, rows, strings_of(metadata), options_of(backends));
+            },
+            py::arg("rows"), py::arg("memory"), py::arg("metadata"), py::arg("backends"), NoGil());
+}
+
+void bind_metadata(py::class_<PyAgent>& agent) {
+    agent
+        .def(
+            "get_local_md",
+            [](const PyAgent& self) {
+                return py::bytes(without_gil([&] { return self->local_metadata(); }));
+            },
+            "Return what a peer must load to reach this agent and its registered memory.")
+        .def(
+            "_get_local_partial_md",
+            [](const PyAgent& self, Rows rows, Memory memory, const Backends& backends) {
                 return py::bytes(without_gil([&] {
-                    return self->local_partial_metadata(static_cast<MemoryType>(memory),
-                                                        native_rows, options);
+                    return self->local_partial_metadata(memory, rows, options_of(backends));
                 }));
             },
-            py::arg("memory"), py::arg("rows").noconvert(), py::arg("backends"))
+            py::arg("rows"), py::arg("memory"), py::arg("backends"))
         .def(
-            "load_remote_metadata",
-            [](const PyAgent& self, const std::string& metadata) {
-                return name_of(without_gil([&] { return self->load_remote_metadata(metadata); }));
+            "_load_remote_md",
+            [](const PyAgent& self, const Bytes& metadata) {
+                return name_of(
+                    without_gil([&] { return self->load_remote_metadata(metadata.value); }));
             },
             py::arg("metadata"))
         .def(
-            "check_remote_metadata",
-            [](const PyAgent& self, const std::string& peer, int memory, const RowArray& rows) {
-                const Rows native_rows = rows_of(rows);
-                return without_gil([&] {
-                    return self->check_remote_metadata(peer, static_cast<MemoryType>(memory),
-                                                       native_rows);
-                });
+            "_check_remote_md",
+            [](const PyAgent& self, const std::string& peer, Rows rows, Memory memory) {
+                return self->check_remote_metadata(peer, memory, rows);
             },
-            py::arg("peer"), py::arg("memory"), py::arg("rows").noconvert())
+            py::arg("peer"), py::arg("rows"), py::arg("memory"), NoGil())
         .def(
-            "invalidate_remote_metadata",
+            "invalidate_remote_md",
             [](const PyAgent& self, const std::string& peer) {
                 self->invalidate_remote_metadata(peer);
             },
-            py::arg("peer"), NoGil())
+            py::arg("peer"), NoGil(),
+            "Forget a peer and its connection. Lists and requests made for it become stale and "
+            "still have to be released. Load its metadata again for a new connection.")
         .def(
-            "send_local_metadata",
+            "_send_local_md",
             [](const PyAgent& self, const std::string& ip, std::uint16_t port) {
                 self->send_local_metadata({ip, port});
             },
             py::arg("ip"), py::arg("port"), NoGil())
         .def(
-            "send_local_partial_metadata",
-            [](const PyAgent& self, int memory, const RowArray& rows, const std::string& ip,
+            "_send_local_partial_md",
+            [](const PyAgent& self, Rows rows, Memory memory, const std::string& ip,
                std::uint16_t port, const Backends& backends) {
-                const Rows native_rows = rows_of(rows);
                 CallOptions options = options_of(backends);
-                options.endpoint = {ip, port};
-                without_gil([&] {
-                    self->send_local_partial_metadata(static_cast<MemoryType>(memory), native_rows,
-                                                      options);
-                });
+                options.address = {ip, port};
+                self->send_local_partial_metadata(memory, rows, options);
             },
-            py::arg("memory"), py::arg("rows").noconvert(), py::arg("ip"), py::arg("port"),
-            py::arg("backends"))
+            py::arg("rows"), py::arg("memory"), py::arg("ip"), py::arg("port"), py::arg("backends"),
+            NoGil())
         .def(
-            "fetch_remote_metadata",
+            "_fetch_remote_md",
             [](const PyAgent& self, const std::string& peer, const std::string& ip,
                std::uint16_t port) { self->fetch_remote_metadata(peer, {ip, port}); },
             py::arg("peer"), py::arg("ip"), py::arg("port"), NoGil())
         .def(
-            "invalidate_local_metadata",
+            "_invalidate_local_md",
             [](const PyAgent& self, const std::string& ip, std::uint16_t port) {
                 self->invalidate_local_metadata({ip, port});
             },
@@ -319,70 +472,106 @@ void bind_agent(py::module_& m) {
             [](const PyAgent& self, const std::string& peer, const Backends& backends) {
                 self->make_connection(peer, options_of(backends));
             },
-            py::arg("peer"), py::arg("backends"), NoGil())
+            py::arg("peer"), py::kw_only(), py::arg("backends") = Backends(), NoGil(),
+            "Connect ahead of the first transfer. Success does not mean that the peer is alive.");
+}
 
+void bind_transfers(py::class_<PyAgent>& agent) {
+    agent
         .def(
-            "prepare",
-            [](const PyAgent& self, const std::string& peer, int memory, const RowArray& rows,
+            "_prep_xfer_dlist",
+            [](const PyAgent& self, const std::string& peer, Rows rows, Memory memory,
                const Backends& backends) {
-                const Rows native_rows = rows_of(rows);
-                const CallOptions options = options_of(backends);
-                return PyPrepared(without_gil([&] {
-                    return self->prepare(peer, static_cast<MemoryType>(memory), native_rows,
-                                         options);
-                }));
+                return PyPrepared(self->prepare(peer, memory, rows, options_of(backends)));
             },
-            py::arg("peer"), py::arg("memory"), py::arg("rows").noconvert(), py::arg("backends"))
+            py::arg("peer"), py::arg("rows"), py::arg("memory"), py::arg("backends"), NoGil())
         .def(
-            "make_request",
-            [](const PyAgent& self, int operation, const PyPrepared& local,
-               const IndexArray& local_indices, const PyPrepared& remote,
-               const IndexArray& remote_indices, const std::optional<std::string>& notification,
-               bool skip_merge, const std::string& custom_param, const Backends& backends) {
-                const auto li = indices_of(local_indices);
-                const auto ri = indices_of(remote_indices);
-                const CallOptions options =
-                    options_of(backends, notification, skip_merge, custom_param);
-                return PyRequest(without_gil([&] {
-                    return self->make_request(static_cast<Operation>(operation), local.ptr(), li,
-                                              remote.ptr(), ri, options);
-                }));
+            "release_dlist_handle",
+            [](const PyAgent& self, const PyPrepared& prepared) { ours(self, prepared).release(); },
+            py::arg("prepared"), NoGil(),
+            "Release a prepared list, once and not while requests made from it are not released.")
+        .def(
+            "_make_xfer_req",
+            [](const PyAgent& self, Op operation, const PyPrepared& local, Indices local_indices,
+               const PyPrepared& remote, Indices remote_indices, const Message& notification,
+               bool skip_merge, const Backends& backends) {
+                return PyRequest(self->make_request(
+                    operation, local.ptr(), local_indices, remote.ptr(), remote_indices,
+                    options_of(backends, notification, skip_merge)));
             },
-            py::arg("operation"), py::arg("local"), py::arg("local_indices").noconvert(),
-            py::arg("remote"), py::arg("remote_indices").noconvert(), py::arg("notification"),
-            py::arg("skip_merge"), py::arg("custom_param"), py::arg("backends"))
+            py::arg("operation"), py::arg("local"), py::arg("local_indices"), py::arg("remote"),
+            py::arg("remote_indices"), py::arg("notification"), py::arg("skip_merge"),
+            py::arg("backends"), NoGil())
         .def(
-            "create_request",
-            [](const PyAgent& self, int operation, int local_memory, const RowArray& local,
-               int remote_memory, const RowArray& remote, const std::string& peer,
-               const std::optional<std::string>& notification, const std::string& custom_param,
+            "_create_xfer_req",
+            [](const PyAgent& self, Op operation, Rows local, Memory local_memory, Rows remote,
+               Memory remote_memory, const std::string& peer, const Message& notification,
                const Backends& backends) {
-                const Rows local_rows = rows_of(local);
-                const Rows remote_rows = rows_of(remote);
-                const CallOptions options = options_of(backends, notification, false, custom_param);
-                return PyRequest(without_gil([&] {
-                    return self->create_request(static_cast<Operation>(operation),
-                                                static_cast<MemoryType>(local_memory), local_rows,
-                                                static_cast<MemoryType>(remote_memory), remote_rows,
-                                                peer, options);
-                }));
+                return PyRequest(self->create_request(operation, local_memory, local, remote_memory,
+                                                      remote, peer,
+                                                      options_of(backends, notification)));
             },
-            py::arg("operation"), py::arg("local_memory"), py::arg("local").noconvert(),
-            py::arg("remote_memory"), py::arg("remote").noconvert(), py::arg("peer"),
-            py::arg("notification"), py::arg("custom_param"), py::arg("backends"))
-
+            py::arg("operation"), py::arg("local"), py::arg("local_memory"), py::arg("remote"),
+            py::arg("remote_memory"), py::arg("peer"), py::arg("notification"), py::arg("backends"),
+            NoGil())
         .def(
-            "notify",
-            [](const PyAgent& self, const std::string& peer, const std::string& message,
-               const Backends& backends) { self->notify(peer, message, options_of(backends)); },
+            "post_xfer_req",
+            [](const PyAgent& self, const PyRequest& request, const Message& notification) {
+                return ours(self, request).post(string_of(notification));
+            },
+            py::arg("request"), py::arg("notification") = std::nullopt, NoGil(),
+            "Start a transfer, or start it again after its end, perhaps with another notification. "
+            "Returns PENDING or DONE. Blocks, without the GIL, for as long as the backend takes: "
+            "between processes of one host that is the whole copy.")
+        .def(
+            "get_xfer_status",
+            [](const PyAgent& self, const PyRequest& request) {
+                return ours(self, request).poll();
+            },
+            py::arg("request"), NoGil(),
+            "Poll a transfer; returns NOT_POSTED, PENDING or DONE, and raises if it has failed.")
+        .def(
+            "release_xfer_req",
+            [](const PyAgent& self, const PyRequest& request, double timeout) {
+                return ours(self, request).release(seconds(timeout));
+            },
+            py::arg("request"), py::arg("timeout") = 0.0, NoGil(),
+            "Release a request; wait up to the timeout in seconds for one that is running. False "
+            "if it was still running and has been quarantined: its bytes may still move, and its "
+            "memory cannot be deregistered yet.")
+        .def(
+            "query_xfer_backend",
+            [](const PyAgent& self, const PyRequest& request) {
+                return ours(self, request).backend();
+            },
+            py::arg("request"), NoGil(), "Return the backend that NIXL chose.")
+        .def(
+            "estimate_xfer_cost",
+            [](const PyAgent& self, const PyRequest& request) {
+                return ours(self, request).estimate_cost();
+            },
+            py::arg("request"), NoGil(),
+            "Return NIXL's estimate of how long a request takes; works before it is posted.")
+        .def(
+            "get_xfer_telemetry",
+            [](const PyAgent& self, const PyRequest& request) {
+                return ours(self, request).telemetry();
+            },
+            py::arg("request"), NoGil(),
+            "Return what NIXL measured of a transfer that is done; needs `AgentConfig.telemetry`.")
+        .def(
+            "_gen_notif",
+            [](const PyAgent& self, const std::string& peer, const Bytes& message,
+               const Backends& backends) {
+                self->notify(peer, message.value, options_of(backends));
+            },
             py::arg("peer"), py::arg("message"), py::arg("backends"), NoGil())
         .def(
-            "take_notifications",
+            "_get_notifs",
             [](const PyAgent& self, const Backends& backends) {
-                const CallOptions options = options_of(backends);
-                const std::vector<Notification> notes =
-                    without_gil([&] { return self->take_notifications(options); });
-                py::list result;
+                const auto notes =
+                    without_gil([&] { return self->take_notifications(options_of(backends)); });
+                py::typing::List<py::typing::Tuple<py::str, py::bytes>> result;
                 for (const Notification& note : notes) {
                     result.append(py::make_tuple(name_of(note.peer), py::bytes(note.message)));
                 }
@@ -394,14 +583,20 @@ void bind_agent(py::module_& m) {
 }  // namespace
 
 void bind_nixl(py::module_ m) {
+    bind_values(m);
     bind_owners(m);
-    bind_agent(m);
-    // The one table of status codes, for those who want to list it: (code, name, kind).
-    py::list table;
-    for (const StatusInfo& info : kStatusTable) {
-        table.append(py::make_tuple(static_cast<int>(info.status), info.name, info.kind));
-    }
-    m.attr("STATUS_TABLE") = py::tuple(table);
+    py::class_<PyAgent> agent(m, "NativeAgent");
+    bind_life(agent);
+    bind_memory(agent);
+    bind_metadata(agent);
+    bind_transfers(agent);
+    m.def("status_table", [] {
+        std::vector<std::tuple<int, std::string, std::string>> table;
+        for (const StatusInfo& info : kStatusTable) {
+            table.emplace_back(static_cast<int>(info.status), info.name, info.kind);
+        }
+        return table;
+    });
 }
 
 }  // namespace pynixlkv::bindings

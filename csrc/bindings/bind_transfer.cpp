@@ -68,55 +68,40 @@ std::vector<Span> copy_spans(const RowArray& rows, const std::vector<int>& memor
     return spans;
 }
 
-py::list notification_list(const std::vector<transfer::Notification>& notes) {
-    py::list result;
+using Note = py::typing::Tuple<py::str, py::bytes>;
+
+py::typing::List<Note> take_notifications(Agent& agent, double timeout) {
+    std::vector<transfer::Notification> notes;
+    wait_in_slices(timeout, [&](TimePoint until) {
+        notes = agent.take_notifications(until);
+        return !notes.empty();
+    });
+    py::typing::List<Note> result;
     for (const auto& note : notes) {
         result.append(py::make_tuple(name_of(note.peer), py::bytes(note.message)));
     }
     return result;
 }
 
-py::list take_notifications(Agent& agent, double timeout) {
-    std::vector<transfer::Notification> notes;
-    wait_in_slices(timeout, [&](TimePoint until) {
-        notes = agent.take_notifications(until);
-        return !notes.empty();
-    });
-    return notification_list(notes);
-}
+/// The arguments of pynixlkv.errors.from_native.
+using Cause = py::typing::Tuple<py::str, py::str, py::str, py::int_, py::str, py::str>;
 
-py::object cause(const Transfer& t) {
+std::optional<Cause> cause(const Transfer& t) {
     const auto error = t.cause();
     if (!error) {
-        return py::none();
+        return std::nullopt;
     }
-    return py::make_tuple(error->kind(), error->what(), error->library(), error->status(),
-                          error->call(), error->detail());
+    return Cause(py::make_tuple(error->kind(), error->what(), error->library(), error->status(),
+                                error->call(), error->detail()));
 }
 
-py::dict stats(const Transfer& t) {
-    const transfer::TransferStats s = t.stats();
-    py::dict d;
-    d["bytes"] = s.bytes;
-    d["bytes_done"] = s.bytes_done;
-    d["descriptors"] = s.descriptors;
-    d["batches"] = s.batches;
-    d["queued_ns"] = s.queued_ns;
-    d["prepared"] = s.prepared;
-    d["expand_ns"] = s.expand_ns;
-    d["make_ns"] = s.make_ns;
-    d["post_ns"] = s.post_ns;
-    d["total_ns"] = s.total_ns;
-    return d;
-}
-
-Submission make_submission(int op, std::shared_ptr<Peer> peer, std::optional<py::bytes> notify,
+Submission make_submission(int op, std::shared_ptr<Peer> peer, std::optional<Bytes> notify,
                            double timeout) {
     Submission submission;
     submission.op = static_cast<Op>(op);
     submission.peer = std::move(peer);
     if (notify) {
-        submission.notify = std::string(*notify);
+        submission.notify = std::move(notify->value);
     }
     submission.timeout = duration(timeout);
     return submission;
@@ -124,7 +109,7 @@ Submission make_submission(int op, std::shared_ptr<Peer> peer, std::optional<py:
 
 std::shared_ptr<Transfer> submit_descriptors(Agent& agent, int op, std::shared_ptr<Peer> peer,
                                              const RowArray& local, const RowArray& remote,
-                                             std::optional<py::bytes> notify, double timeout) {
+                                             std::optional<Bytes> notify, double timeout) {
     Submission submission = make_submission(op, std::move(peer), std::move(notify), timeout);
     submission.local_extents = copy_rows(local);
     submission.remote_extents = copy_rows(remote);
@@ -134,11 +119,19 @@ std::shared_ptr<Transfer> submit_descriptors(Agent& agent, int op, std::shared_p
 
 std::shared_ptr<Transfer> submit_plan(Agent& agent, int op, std::shared_ptr<Peer> peer,
                                       const std::shared_ptr<kv::BlockTables>& tables,
-                                      std::optional<py::bytes> notify, double timeout) {
+                                      std::optional<Bytes> notify, double timeout) {
     Submission submission = make_submission(op, std::move(peer), std::move(notify), timeout);
     const py::gil_scoped_release release;
     transfer::set_plan(submission, tables);
     return agent.submit(std::move(submission));
+}
+
+std::shared_ptr<Agent> start(const std::string& name, const Bytes& incarnation,
+                             const transfer::DriverFactory& factory) {
+    AgentOptions options;
+    options.incarnation = incarnation.value;
+    const py::gil_scoped_release release;
+    return std::make_shared<Agent>(name, factory, options);
 }
 
 }  // namespace
@@ -151,8 +144,20 @@ void bind_transfer(py::module_ m) {
     py::classh<Peer>(m, "Peer")
         .def_property_readonly("name", &Peer::name)
         .def_property_readonly("generation", &Peer::generation)
-        .def_property_readonly("state", [](const Peer& p) { return static_cast<int>(p.state()); })
-        .def_property_readonly("reason", &Peer::reason);
+        .def_property_readonly("state", [](const Peer& p) { return static_cast<int>(p.state()); });
+
+    using transfer::TransferStats;
+    py::classh<TransferStats>(m, "TransferStats")
+        .def_readonly("bytes", &TransferStats::bytes)
+        .def_readonly("bytes_done", &TransferStats::bytes_done)
+        .def_readonly("descriptors", &TransferStats::descriptors)
+        .def_readonly("batches", &TransferStats::batches)
+        .def_readonly("prepared", &TransferStats::prepared)
+        .def_readonly("queued_ns", &TransferStats::queued_ns)
+        .def_readonly("expand_ns", &TransferStats::expand_ns)
+        .def_readonly("make_ns", &TransferStats::make_ns)
+        .def_readonly("post_ns", &TransferStats::post_ns)
+        .def_readonly("total_ns", &TransferStats::total_ns);
 
     py::classh<Transfer>(m, "Transfer")
         .def_property_readonly("id", &Transfer::id)
@@ -161,7 +166,7 @@ void bind_transfer(py::module_ m) {
         .def_property_readonly("is_quiet", &Transfer::is_quiet)
         .def_property_readonly("message", &Transfer::message)
         .def_property_readonly("cause", &cause)
-        .def_property_readonly("stats", &stats)
+        .def_property_readonly("stats", &Transfer::stats)
         .def(
             "wait",
             [](const Transfer& t, double timeout, bool for_quiet) {
@@ -172,60 +177,65 @@ void bind_transfer(py::module_ m) {
 
     py::classh<Agent>(m, "Agent")
         .def_property_readonly("name", &Agent::name)
-        .def("register_memory",
-             [](Agent& e, const RowArray& rows, const std::vector<int>& memories) {
-                 auto spans = copy_spans(rows, memories);
-                 const py::gil_scoped_release release;
-                 return e.register_memory(std::move(spans));
-             })
-        .def("deregister", &Agent::deregister, ReleaseGil())
-        .def("check_registered",
-             [](const Agent& e, const RowArray& rows) {
-                 const auto copied = copy_rows(rows);
-                 const py::gil_scoped_release release;
-                 e.check_registered(copied);
-             })
+        .def(
+            "register_memory",
+            [](Agent& a, const RowArray& rows, const std::vector<int>& memories) {
+                auto spans = copy_spans(rows, memories);
+                const py::gil_scoped_release release;
+                return a.register_memory(std::move(spans));
+            },
+            py::arg("rows"), py::arg("memories"))
+        .def("deregister", &Agent::deregister, ReleaseGil(), py::arg("registration"))
+        .def(
+            "check_registered",
+            [](const Agent& a, const RowArray& rows) {
+                const auto copied = copy_rows(rows);
+                const py::gil_scoped_release release;
+                a.check_registered(copied);
+            },
+            py::arg("rows"))
         .def("metadata",
-             [](Agent& e) {
+             [](Agent& a) {
                  std::string metadata;
                  {
                      const py::gil_scoped_release release;
-                     metadata = e.metadata();
+                     metadata = a.metadata();
                  }
                  return py::bytes(metadata);
              })
-        .def("connect",
-             [](Agent& e, const std::string& name, const py::bytes& incarnation,
-                const py::bytes& metadata, const RowArray& rows, const std::vector<int>& memories) {
-                 const std::string incarnation_bytes(incarnation);
-                 const std::string metadata_bytes(metadata);
-                 const auto spans = copy_spans(rows, memories);
-                 const py::gil_scoped_release release;
-                 return e.connect(name, incarnation_bytes, metadata_bytes, spans);
-             })
-        .def("is_alive", &Agent::is_alive, ReleaseGil())
-        .def("disconnect", &Agent::disconnect, ReleaseGil())
+        .def(
+            "connect",
+            [](Agent& a, const std::string& name, const Bytes& incarnation, const Bytes& metadata,
+               const RowArray& rows, const std::vector<int>& memories) {
+                const auto spans = copy_spans(rows, memories);
+                const py::gil_scoped_release release;
+                return a.connect(name, incarnation.value, metadata.value, spans);
+            },
+            py::arg("name"), py::arg("incarnation"), py::arg("metadata"), py::arg("rows"),
+            py::arg("memories"))
+        .def("is_alive", &Agent::is_alive, ReleaseGil(), py::arg("peer"))
+        .def("disconnect", &Agent::disconnect, ReleaseGil(), py::arg("peer"))
         .def("submit_descriptors", &submit_descriptors, py::arg("op"), py::arg("peer"),
              py::arg("local"), py::arg("remote"), py::arg("notify"), py::arg("timeout"))
         .def("submit_plan", &submit_plan, py::arg("op"), py::arg("peer"), py::arg("tables"),
              py::arg("notify"), py::arg("timeout"))
-        .def("cancel", &Agent::cancel, ReleaseGil())
-        .def("watch", &Agent::watch, ReleaseGil())
+        .def("cancel", &Agent::cancel, ReleaseGil(), py::arg("transfer"))
+        .def("watch", &Agent::watch, ReleaseGil(), py::arg("transfer"))
         .def("take_completed", &Agent::take_completed, ReleaseGil())
         .def_property_readonly("completion_fd", &Agent::completion_fd)
-        .def("notify",
-             [](Agent& e, const std::shared_ptr<Peer>& peer, const py::bytes& message) {
-                 std::string bytes(message);
-                 const py::gil_scoped_release release;
-                 e.notify(peer, std::move(bytes));
-             })
+        .def(
+            "notify",
+            [](Agent& a, const std::shared_ptr<Peer>& peer, const Bytes& message) {
+                a.notify(peer, message.value);
+            },
+            ReleaseGil(), py::arg("peer"), py::arg("message"))
         .def("take_notifications", &take_notifications, py::arg("timeout"))
         .def(
             "wait_activity",
-            [](const Agent& e, std::uint64_t seen, double timeout) {
+            [](const Agent& a, std::uint64_t seen, double timeout) {
                 std::uint64_t count = seen;
                 wait_in_slices(timeout, [&](TimePoint until) {
-                    count = e.wait_activity(seen, until);
+                    count = a.wait_activity(seen, until);
                     return count != seen;
                 });
                 return count;
@@ -234,12 +244,16 @@ void bind_transfer(py::module_ m) {
         .def("wake_waiters", &Agent::wake_waiters, ReleaseGil())
         .def_property_readonly("quarantined", &Agent::quarantined)
         .def_property_readonly("running", &Agent::running)
-        .def("close",
-             [](Agent& e, double timeout) {
-                 return wait_in_slices(timeout, [&](TimePoint until) { return e.close(until); });
-             })
+        .def(
+            "close",
+            [](Agent& a, double timeout) {
+                return wait_in_slices(timeout, [&](TimePoint until) { return a.close(until); });
+            },
+            py::arg("timeout"))
         .def_property_readonly("is_closed", &Agent::is_closed)
-        .def("stop", [](Agent& e, double timeout) { e.stop(after(timeout)); }, ReleaseGil());
+        .def(
+            "stop", [](Agent& a, double timeout) { a.stop(after(timeout)); }, ReleaseGil(),
+            py::arg("timeout"));
 
     py::classh<FakeNetwork>(m, "FakeNetwork")
         .def(py::init<>())
@@ -248,61 +262,49 @@ void bind_transfer(py::module_ m) {
             [](FakeNetwork& n, const std::string& name, double seconds) {
                 n.set_delay(name, duration(seconds));
             },
-            ReleaseGil())
-        .def("pause", &FakeNetwork::pause, ReleaseGil())
-        .def("resume", &FakeNetwork::resume, ReleaseGil())
-        .def("kill", &FakeNetwork::kill, ReleaseGil())
-        .def("fail_next", &FakeNetwork::fail_next, ReleaseGil())
-        .def("drop_notifications", &FakeNetwork::drop_notifications, ReleaseGil());
+            ReleaseGil(), py::arg("agent"), py::arg("seconds"))
+        .def("pause", &FakeNetwork::pause, ReleaseGil(), py::arg("agent"))
+        .def("resume", &FakeNetwork::resume, ReleaseGil(), py::arg("agent"))
+        .def("kill", &FakeNetwork::kill, ReleaseGil(), py::arg("agent"))
+        .def("fail_next", &FakeNetwork::fail_next, ReleaseGil(), py::arg("agent"), py::arg("count"))
+        .def("drop_notifications", &FakeNetwork::drop_notifications, ReleaseGil(), py::arg("agent"),
+             py::arg("count"));
 
-    m.def("fake_agent", [](const std::string& name, const py::bytes& incarnation,
-                           const std::shared_ptr<FakeNetwork>& network) {
-        AgentOptions options;
-        options.incarnation = std::string(incarnation);
-        const py::gil_scoped_release release;
-        return std::make_shared<Agent>(
-            name, [name, network] { return std::make_unique<FakeDriver>(name, network); }, options);
-    });
+    m.def(
+        "fake_agent",
+        [](const std::string& name, const Bytes& incarnation,
+           const std::shared_ptr<FakeNetwork>& network) {
+            return start(name, incarnation,
+                         [name, network] { return std::make_unique<FakeDriver>(name, network); });
+        },
+        py::arg("name"), py::arg("incarnation"), py::arg("network"));
 
     m.def(
         "nixl_agent",
-        [](const std::string& name, const py::bytes& incarnation,
+        [](const std::string& name, const Bytes& incarnation,
            const Shared<const nixl::Library>& library, const std::string& backend,
            const std::map<std::string, std::string>& backend_params,
            std::uint64_t progress_delay_us) {
-            nixl::DriverOptions driver;
-            driver.agent.progress_thread = true;
-            driver.agent.progress_delay_us = progress_delay_us;
-            driver.backend = backend;
-            driver.backend_params = backend_params;
-            AgentOptions options;
-            options.incarnation = std::string(incarnation);
-            const py::gil_scoped_release release;
-            return std::make_shared<Agent>(
-                name,
-                [library = library.ptr(), name, driver] {
-                    return std::make_unique<nixl::NixlDriver>(library, name, driver);
-                },
-                options);
+            nixl::DriverOptions options;
+            options.agent.progress_thread = true;
+            options.agent.progress_delay_us = progress_delay_us;
+            options.backend = backend;
+            options.backend_params = backend_params;
+            return start(name, incarnation, [library = library.ptr(), name, options] {
+                return std::make_unique<nixl::NixlDriver>(library, name, options);
+            });
         },
         py::arg("name"), py::arg("incarnation"), py::arg("library"), py::arg("backend"),
         py::arg("backend_params"), py::arg("progress_delay_us"));
 
     m.def(
         "ucx_agent",
-        [](const std::string& name, const py::bytes& incarnation,
-           const Shared<ucx::Context>& context, bool error_handling) {
-            AgentOptions options;
-            options.incarnation = std::string(incarnation);
-            const py::gil_scoped_release release;
-            return std::make_shared<Agent>(
-                name,
-                [context = context.ptr(), name, error_handling] {
-                    return std::make_unique<ucx::UcxDriver>(
-                        context, name,
-                        error_handling ? ucx::capi::kErrorPeer : ucx::capi::kErrorNone);
-                },
-                options);
+        [](const std::string& name, const Bytes& incarnation, const Shared<ucx::Context>& context,
+           bool error_handling) {
+            const auto mode = error_handling ? ucx::capi::kErrorPeer : ucx::capi::kErrorNone;
+            return start(name, incarnation, [context = context.ptr(), name, mode] {
+                return std::make_unique<ucx::UcxDriver>(context, name, mode);
+            });
         },
         py::arg("name"), py::arg("incarnation"), py::arg("context"), py::arg("error_handling"));
 }

@@ -35,15 +35,40 @@ class Shared {
     std::shared_ptr<T> owner_;
 };
 
+/// Whether the interpreter is going away, so that Python code must not run.
+inline bool is_ending() {
+#if PY_VERSION_HEX >= 0x030d0000
+    return Py_IsFinalizing() != 0;
+#else
+    return _Py_IsFinalizing() != 0;
+#endif
+}
+
+/// An owner that has to be released: dropping it warns. Needs `is_closed` and `repr` of the owner.
+template <class T>
+class Released : public Shared<T> {
+  public:
+    using Shared<T>::Shared;
+    Released(Released&&) noexcept = default;
+    Released& operator=(Released&&) = delete;
+    Released(const Released&) = delete;
+    Released& operator=(const Released&) = delete;
+    ~Released() {
+        if (!this->ptr() || is_ending() || !this->ptr()->agent()->is_here() || is_closed(**this)) {
+            return;
+        }
+        const pybind11::error_scope in_flight;
+        const std::string message = "unreleased " + repr(**this);
+        if (PyErr_WarnEx(PyExc_ResourceWarning, message.c_str(), 1) != 0) {
+            PyErr_WriteUnraisable(nullptr);
+        }
+    }
+};
+
 /// A reference to a Python object that may be dropped by any thread, with or without the GIL.
 inline std::shared_ptr<void> keep_alive(const pybind11::object& object) {
     return {object.inc_ref().ptr(), [](PyObject* reference) {
-#if PY_VERSION_HEX >= 0x030d0000
-                const bool is_ending = Py_IsFinalizing() != 0;
-#else
-                const bool is_ending = _Py_IsFinalizing() != 0;
-#endif
-                if (Py_IsInitialized() != 0 && !is_ending) {
+                if (Py_IsInitialized() != 0 && !is_ending()) {
                     const PyGILState_STATE state = PyGILState_Ensure();
                     Py_DECREF(reference);
                     PyGILState_Release(state);

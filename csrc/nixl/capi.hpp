@@ -152,10 +152,9 @@ static_assert(sizeof(Telemetry) == 40);
     X(gen_notif, (Agent, const char* peer, const void* data, std::size_t size, OptArgs))
 
 // Functions of newer libraries, null where the library lacks them: result, name, arguments.
-#define PYNIXLKV_NIXL_OPTIONAL(X)                                                       \
-    X(Status, opt_args_set_custom_param, (OptArgs, const void* data, std::size_t size)) \
-    X(void, get_version, (int* major, int* minor, int* patch))                          \
-    X(const char*, last_error_message, ())                                              \
+#define PYNIXLKV_NIXL_OPTIONAL(X)                              \
+    X(void, get_version, (int* major, int* minor, int* patch)) \
+    X(const char*, last_error_message, ())                     \
     X(void, mem_free, (void*))
 
 /// The functions that we use, by their names without prefix.

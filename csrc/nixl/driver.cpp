@@ -1,12 +1,10 @@
 #include "nixl/driver.hpp"
 
 #include <algorithm>
+#include <map>
 #include <utility>
-#include <vector>
 
 #include "base/error.hpp"
-#include "nixl/registration.hpp"
-#include "nixl/request.hpp"
 
 namespace pynixlkv::nixl {
 
@@ -27,91 +25,85 @@ const std::string kPing("\0pynixlkv ping", 14);
 }
 
 struct NixlConnection final : transfer::Connection {
-    NixlConnection(std::shared_ptr<Agent> owner, std::string peer)
+    NixlConnection(std::shared_ptr<AgentHandle> owner, std::string peer)
         : agent(std::move(owner)), name(std::move(peer)) {}
     NixlConnection(const NixlConnection&) = delete;
     NixlConnection& operator=(const NixlConnection&) = delete;
     ~NixlConnection() override {
-        try {
-            agent->invalidate_remote_metadata(name);
-        } catch (const std::exception&) {
-            // Up to 1.4 NIXL forgets a lost peer by itself and then does not know it here.
+        // Up to 1.4 NIXL forgets a lost peer by itself and then does not know it here.
+        if (agent->is_usable()) {
+            (void)agent->fn().invalidate_remote_md(agent->native(), name.c_str());
         }
     }
-    const std::shared_ptr<Agent> agent;
+    const std::shared_ptr<AgentHandle> agent;
     const std::string name;
 };
 
 struct NixlRegistered final : transfer::Registered {
-    std::vector<std::shared_ptr<Registration>> registrations;
+    std::vector<RegisteredMemory> memory;
 };
 
 struct NixlPrepared final : transfer::Prepared {
-    std::shared_ptr<PreparedList> local;
-    std::shared_ptr<PreparedList> remote;
+    PreparedHandle local;
+    PreparedHandle remote;
 };
 
-class NixlOperation final : public transfer::NativeXfer {
+class NixlXfer final : public transfer::NativeXfer {
   public:
-    explicit NixlOperation(std::shared_ptr<Request> request) : request_(std::move(request)) {}
+    NixlXfer(XferHandle native, Op op, std::string peer, std::size_t count)
+        : native_(std::move(native)), op_(op), peer_(std::move(peer)), count_(count) {}
 
-    void post() override {
-        try {
-            (void)request_->post();
-        } catch (const NativeError& e) {
-            rethrow_as_lost(e);
-        }
-    }
-
-    bool poll() override {
-        try {
-            return request_->poll() == RequestState::kDone;
-        } catch (const NativeError& e) {
-            rethrow_as_lost(e);
-        }
-    }
+    void post() override { (void)has_ended(native_.post(nullptr), "post_xfer_req"); }
+    bool poll() override { return has_ended(native_.poll(), "get_xfer_status"); }
 
   private:
-    const std::shared_ptr<Request> request_;
+    [[nodiscard]] bool has_ended(Status status, const char* call) const {
+        if (status == Status::kSuccess || status == Status::kInProgress) {
+            return status == Status::kSuccess;
+        }
+        try {
+            const AgentHandle& agent = native_.agent();
+            agent.library().fail(
+                status, call,
+                text(agent.about(peer_), ", ", op_name(op_), " of ", count_, " descriptors"));
+        } catch (const NativeError& e) {
+            rethrow_as_lost(e);
+        }
+    }
+
+    XferHandle native_;
+    const Op op_;
+    const std::string peer_;
+    const std::size_t count_;
 };
 
 }  // namespace
 
 NixlDriver::NixlDriver(std::shared_ptr<const Library> library, std::string name,
                        const DriverOptions& options)
-    : agent_(Agent::create(std::move(library), std::move(name), options.agent)),
-      backend_(options.backend) {
-    const auto backend = agent_->create_backend(options.backend, options.backend_params);
-    call_options_.backends = {backend};
-    memory_types_ = agent_->backend_info(*backend).memory;
-}
-
-NixlDriver::~NixlDriver() {
-    call_options_.backends.clear();
-    try {
-        agent_->close(Duration::zero());
-    } catch (const std::exception&) {
-        // Something still uses the agent; it goes when that goes.
-    }
-}
+    : agent_(std::make_shared<AgentHandle>(std::move(library), std::move(name), options.agent)),
+      backend_(agent_->create_backend(options.backend, options.backend_params)),
+      memory_types_(agent_->backend_info(*backend_).memory),
+      args_(make_opt_args(agent_->library(), {.backends = {backend_}})) {}
 
 std::unique_ptr<transfer::Registered> NixlDriver::register_memory(
     std::span<const transfer::Span> spans) {
-    std::map<transfer::Memory, std::vector<Row>> by_memory;
+    std::map<Memory, std::vector<Row>> by_memory;
     for (const transfer::Span& span : spans) {
         by_memory[span.memory].push_back(span.row);
     }
     auto registered = std::make_unique<NixlRegistered>();
     for (const auto& [memory, rows] : by_memory) {
         // NIXL takes the word of the caller that it may hand the memory to the backend.
-        const auto type = static_cast<MemoryType>(memory);
-        if (std::find(memory_types_.begin(), memory_types_.end(), type) == memory_types_.end()) {
-            throw Error("RegistrationError",
-                        text("NIXL's ", backend_, " backend does not move ", memory_name(type),
-                             " memory (", rows[0].str(), "); choose another backend"));
+        if (std::find(memory_types_.begin(), memory_types_.end(), memory) == memory_types_.end()) {
+            throw Error(
+                "RegistrationError",
+                text("NIXL's ", backend_->type(), " backend does not move ", memory_name(memory),
+                     " memory (", rows[0].str(), "); choose another backend"));
         }
-        registered->registrations.push_back(agent_->register_memory(
-            static_cast<MemoryType>(memory), rows, {}, nullptr, call_options_));
+        RegisteredMemory native(agent_, memory, rows, {}, {.backends = {backend_}});
+        native.add();
+        registered->memory.push_back(std::move(native));
     }
     return registered;
 }
@@ -136,12 +128,12 @@ void NixlDriver::refresh(transfer::Connection& /*connection*/, std::string_view 
 }
 
 bool NixlDriver::is_alive(transfer::Connection& connection) {
-    const auto& peer = static_cast<const NixlConnection&>(connection);
+    const std::string& peer = static_cast<const NixlConnection&>(connection).name;
     try {
         // The first message after a silent death may still be taken; progress in between finds out.
-        agent_->notify(peer.name, kPing, call_options_);
+        agent_->notify(peer, kPing, args_.get());
         receive(early_);
-        agent_->notify(peer.name, kPing, call_options_);
+        agent_->notify(peer, kPing, args_.get());
     } catch (const NativeError&) {
         return false;
     }
@@ -149,10 +141,11 @@ bool NixlDriver::is_alive(transfer::Connection& connection) {
 }
 
 template <class Make>
-std::unique_ptr<transfer::NativeXfer> NixlDriver::request(transfer::Connection& connection,
-                                                          Make make) {
+std::unique_ptr<transfer::NativeXfer> NixlDriver::request(transfer::Connection& connection, Op op,
+                                                          std::size_t count, Make make) {
+    const std::string& peer = static_cast<const NixlConnection&>(connection).name;
     try {
-        return std::make_unique<NixlOperation>(make());
+        return std::make_unique<NixlXfer>(XferHandle(agent_, make(peer)), op, peer, count);
     } catch (const NativeError& e) {
         // Up to 1.4 NIXL drops a lost peer and then cannot make requests for it.
         if (!is_alive(connection)) {
@@ -165,22 +158,23 @@ std::unique_ptr<transfer::NativeXfer> NixlDriver::request(transfer::Connection& 
 std::unique_ptr<transfer::NativeXfer> NixlDriver::make(transfer::Connection& connection,
                                                        transfer::Op op,
                                                        const transfer::RowPairs& rows) {
-    const auto& peer = static_cast<const NixlConnection&>(connection);
-    return request(connection, [&] {
-        return agent_->create_request(
-            static_cast<Operation>(op), static_cast<MemoryType>(rows.local_memory), rows.local,
-            static_cast<MemoryType>(rows.remote_memory), rows.remote, peer.name, call_options_);
+    return request(connection, op, rows.local.size(), [&](const std::string& peer) {
+        const auto local = make_xfer_list(agent_->library(), rows.local_memory, rows.local);
+        const auto remote = make_xfer_list(agent_->library(), rows.remote_memory, rows.remote);
+        return agent_->create_xfer(op, local.get(), remote.get(), peer, args_.get());
     });
 }
 
 std::unique_ptr<transfer::Prepared> NixlDriver::prepare(transfer::Connection& connection,
                                                         const transfer::RowPairs& rows) {
-    const auto& peer = static_cast<const NixlConnection&>(connection);
+    const auto prepare_side = [this](const std::string& peer, Memory memory, Rows side) {
+        const auto list = make_xfer_list(agent_->library(), memory, side);
+        return PreparedHandle(agent_->prepare(peer, list.get(), args_.get()), {agent_});
+    };
     auto prepared = std::make_unique<NixlPrepared>();
-    prepared->local =
-        agent_->prepare({}, static_cast<MemoryType>(rows.local_memory), rows.local, call_options_);
-    prepared->remote = agent_->prepare(peer.name, static_cast<MemoryType>(rows.remote_memory),
-                                       rows.remote, call_options_);
+    prepared->local = prepare_side({}, rows.local_memory, rows.local);
+    prepared->remote = prepare_side(static_cast<const NixlConnection&>(connection).name,
+                                    rows.remote_memory, rows.remote);
     return prepared;
 }
 
@@ -189,16 +183,15 @@ std::unique_ptr<transfer::NativeXfer> NixlDriver::make(transfer::Connection& con
                                                        transfer::Prepared& prepared,
                                                        const transfer::IndexPairs& indices) {
     const auto& lists = static_cast<const NixlPrepared&>(prepared);
-    return request(connection, [&] {
-        return agent_->make_request(static_cast<Operation>(op), lists.local, indices.local,
-                                    lists.remote, indices.remote, call_options_);
+    return request(connection, op, indices.local.size(), [&](const std::string& peer) {
+        return agent_->make_xfer(op, lists.local.get(), indices.local, lists.remote.get(),
+                                 indices.remote, peer, args_.get());
     });
 }
 
 void NixlDriver::notify(transfer::Connection& connection, const std::string& message) {
-    const auto& peer = static_cast<const NixlConnection&>(connection);
     try {
-        agent_->notify(peer.name, message, call_options_);
+        agent_->notify(static_cast<const NixlConnection&>(connection).name, message, args_.get());
     } catch (const NativeError& e) {
         rethrow_as_lost(e);
     }
@@ -210,9 +203,9 @@ bool NixlDriver::receive(std::vector<transfer::Notification>& into) {
                     std::make_move_iterator(early_.end()));
         early_.clear();
     }
-    for (auto& note : agent_->take_notifications(call_options_)) {
+    for (auto& note : agent_->take_notifications(args_.get())) {
         if (note.message != kPing) {
-            into.push_back({std::move(note.peer), std::move(note.message)});
+            into.push_back(std::move(note));
         }
     }
     return false;

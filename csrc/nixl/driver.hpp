@@ -2,11 +2,11 @@
 /// The transfer agent's view of NIXL.
 #pragma once
 
-#include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
-#include "nixl/agent.hpp"
+#include "nixl/agent_handle.hpp"
 #include "nixl/library.hpp"
 #include "transfer/driver.hpp"
 
@@ -23,7 +23,6 @@ class NixlDriver final : public transfer::Driver {
   public:
     NixlDriver(std::shared_ptr<const Library> library, std::string name,
                const DriverOptions& options);
-    ~NixlDriver() override;
 
     std::unique_ptr<transfer::Registered> register_memory(
         std::span<const transfer::Span> spans) override;
@@ -43,14 +42,16 @@ class NixlDriver final : public transfer::Driver {
     bool receive(std::vector<transfer::Notification>& into) override;
 
   private:
-    /// Run a call that makes a request, and tell a lost connection from a refusal.
+    /// Run a call that makes a request of some descriptors, and tell a lost connection from a
+    /// refusal.
     template <class Make>
-    std::unique_ptr<transfer::NativeXfer> request(transfer::Connection& connection, Make make);
+    std::unique_ptr<transfer::NativeXfer> request(transfer::Connection& connection, Op op,
+                                                  std::size_t count, Make make);
 
-    const std::shared_ptr<Agent> agent_;
-    CallOptions call_options_;
-    const std::string backend_;
-    std::vector<MemoryType> memory_types_;
+    const std::shared_ptr<AgentHandle> agent_;
+    const std::shared_ptr<Backend> backend_;
+    const std::vector<Memory> memory_types_;
+    const Owned<capi::OptArgs> args_;  ///< names the backend
     /// What is_alive() received while it made progress.
     std::vector<transfer::Notification> early_;
 };

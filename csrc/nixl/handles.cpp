@@ -1,7 +1,7 @@
 #include "nixl/handles.hpp"
 
 #include "base/error.hpp"
-#include "nixl/backend.hpp"
+#include "nixl/agent_handle.hpp"
 
 namespace pynixlkv::nixl {
 
@@ -45,15 +45,15 @@ ParamMap read_params(const Library& library, capi::Params params) {
     return result;
 }
 
-std::vector<MemoryType> read_memory_types(const Library& library, capi::MemList list) {
+std::vector<Memory> read_memory_types(const Library& library, capi::MemList list) {
     const capi::Functions& fn = library.fn();
     std::size_t size = 0;
     library.check(fn.mem_list_size(list, &size), "mem_list_size", no_detail);
-    std::vector<MemoryType> result;
+    std::vector<Memory> result;
     for (std::size_t i = 0; i < size; ++i) {
         int memory = 0;
         library.check(fn.mem_list_get(list, i, &memory), "mem_list_get", no_detail);
-        result.push_back(static_cast<MemoryType>(memory));
+        result.push_back(static_cast<Memory>(memory));
     }
     return result;
 }
@@ -71,7 +71,7 @@ std::vector<std::string> read_strings(const Library& library, capi::StringList l
     return result;
 }
 
-Owned<capi::XferList> make_xfer_list(const Library& library, MemoryType memory, Rows rows) {
+Owned<capi::XferList> make_xfer_list(const Library& library, Memory memory, Rows rows) {
     const capi::Functions& fn = library.fn();
     auto owned = own<capi::XferList>(
         library, fn.destroy_xfer_dlist, "create_xfer_dlist", no_detail,
@@ -83,7 +83,7 @@ Owned<capi::XferList> make_xfer_list(const Library& library, MemoryType memory, 
     return owned;
 }
 
-Owned<capi::RegList> make_reg_list(const Library& library, MemoryType memory, Rows rows,
+Owned<capi::RegList> make_reg_list(const Library& library, Memory memory, Rows rows,
                                    std::span<const std::string> blobs) {
     if (!blobs.empty() && blobs.size() != rows.size()) {
         throw Error("ConfigError", text(blobs.size(), " metadata strings for ", rows.size(),
@@ -107,7 +107,7 @@ Owned<capi::RegList> make_reg_list(const Library& library, MemoryType memory, Ro
 Owned<capi::OptArgs> make_opt_args(const Library& library, const CallOptions& options) {
     const capi::Functions& fn = library.fn();
     if (options.backends.empty() && !options.notification && !options.skip_merge &&
-        options.custom_param.empty() && options.endpoint.ip.empty() && options.endpoint.port == 0) {
+        options.address.ip.empty() && options.address.port == 0) {
         return {};
     }
     auto owned = own<capi::OptArgs>(library, fn.destroy_opt_args, "create_opt_args", no_detail,
@@ -127,23 +127,13 @@ Owned<capi::OptArgs> make_opt_args(const Library& library, const CallOptions& op
         library.check(fn.opt_args_set_skip_desc_merge(args, true), "opt_args_set_skip_desc_merge",
                       no_detail);
     }
-    if (!options.custom_param.empty()) {
-        if (fn.opt_args_set_custom_param == nullptr) {
-            throw Error("LibraryVersionError",
-                        text(library.path(),
-                             " cannot take a custom parameter; that needs NIXL 1.5 or newer"));
-        }
-        const std::string& param = options.custom_param;
-        library.check(fn.opt_args_set_custom_param(args, param.data(), param.size()),
-                      "opt_args_set_custom_param", [&] { return param; });
+    if (!options.address.ip.empty()) {
+        library.check(fn.opt_args_set_ip_addr(args, options.address.ip.c_str()),
+                      "opt_args_set_ip_addr", [&] { return options.address.ip; });
     }
-    if (!options.endpoint.ip.empty()) {
-        library.check(fn.opt_args_set_ip_addr(args, options.endpoint.ip.c_str()),
-                      "opt_args_set_ip_addr", [&] { return options.endpoint.ip; });
-    }
-    if (options.endpoint.port != 0) {
-        library.check(fn.opt_args_set_port(args, options.endpoint.port), "opt_args_set_port",
-                      [&] { return text("port ", options.endpoint.port); });
+    if (options.address.port != 0) {
+        library.check(fn.opt_args_set_port(args, options.address.port), "opt_args_set_port",
+                      [&] { return text("port ", options.address.port); });
     }
     return owned;
 }

@@ -28,17 +28,17 @@ template <class Handle, class Make, class Detail>
 
 [[nodiscard]] Owned<capi::Params> make_params(const Library& library, const ParamMap& params);
 [[nodiscard]] ParamMap read_params(const Library& library, capi::Params params);
-[[nodiscard]] std::vector<MemoryType> read_memory_types(const Library& library, capi::MemList list);
+[[nodiscard]] std::vector<Memory> read_memory_types(const Library& library, capi::MemList list);
 [[nodiscard]] std::vector<std::string> read_strings(const Library& library, capi::StringList list);
 
 /// Descriptors of a transfer, in the order of the rows.
-[[nodiscard]] Owned<capi::XferList> make_xfer_list(const Library& library, MemoryType memory,
+[[nodiscard]] Owned<capi::XferList> make_xfer_list(const Library& library, Memory memory,
                                                    Rows rows);
 
 /// Descriptors of memory to register.
 /// @param blobs one string of backend-specific metadata per row, or none at all
-[[nodiscard]] Owned<capi::RegList> make_reg_list(const Library& library, MemoryType memory,
-                                                 Rows rows, std::span<const std::string> blobs);
+[[nodiscard]] Owned<capi::RegList> make_reg_list(const Library& library, Memory memory, Rows rows,
+                                                 std::span<const std::string> blobs);
 
 /// Optional arguments; empty (a null handle) if the options are all defaults.
 [[nodiscard]] Owned<capi::OptArgs> make_opt_args(const Library& library,

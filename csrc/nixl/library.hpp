@@ -9,7 +9,7 @@
 
 namespace pynixlkv::nixl {
 
-/// Function table of one loaded library. Every owner of this room holds it.
+/// Function table of one loaded library, which every owner of a handle holds.
 class Library {
   public:
     /// Open a library and resolve its functions.

@@ -6,8 +6,8 @@
 
 namespace pynixlkv::nixl {
 
-PreparedList::PreparedList(Private /*unused*/, std::shared_ptr<Agent> agent, std::string peer,
-                           MemoryType memory, Rows rows, std::uint64_t generation)
+PreparedList::PreparedList(std::shared_ptr<Agent> agent, std::string peer, Memory memory, Rows rows,
+                           std::uint64_t generation)
     : agent_(std::move(agent)),
       peer_(std::move(peer)),
       memory_(memory),
@@ -24,12 +24,13 @@ PreparedList::PreparedList(Private /*unused*/, std::shared_ptr<Agent> agent, std
 }
 
 PreparedList::~PreparedList() {
-    if (released_ || !agent_->process_.is_here()) {
+    if (is_released_ || !agent_->is_here()) {
         return;
     }
+    --agent_->num_prepared_;
     try {
         const Agent::Call call(*agent_, "release_xfer_dlist_handle");
-        (void)release_native();
+        handle_.reset();
     } catch (const Error&) {
         // The agent was abandoned, and the list with it.
     }
@@ -37,14 +38,7 @@ PreparedList::~PreparedList() {
 
 std::string PreparedList::str() const {
     return text("the list of ", size_, " ", memory_name(memory_), " descriptors for ",
-                is_local() ? std::string("the local side") : text("peer '", peer_, "'"));
-}
-
-Status PreparedList::release_native() noexcept {
-    released_ = true;
-    --agent_->num_prepared_;
-    return agent_->library().fn().release_xfer_dlist_handle(agent_->handle_,
-                                                            std::exchange(handle_, nullptr));
+                peer_.empty() ? std::string("the local side") : text("peer '", peer_, "'"));
 }
 
 void PreparedList::release() {
@@ -52,7 +46,7 @@ void PreparedList::release() {
     const Agent::Call call(*agent_, "release_xfer_dlist_handle");
     {
         const std::lock_guard lock(agent_->books_);
-        if (released_) {
+        if (is_released_) {
             throw Error("ClosedError",
                         text("release_xfer_dlist_handle: ", str(), " was released before"));
         }
@@ -60,12 +54,13 @@ void PreparedList::release() {
             throw Error("StateError", text("release_xfer_dlist_handle: ", str(), " is used by ",
                                            users, " requests; release them first"));
         }
-        released_ = true;
+        is_released_ = true;
     }
+    --agent_->num_prepared_;
     pins = std::move(pins_);
-    // The native handle is gone whatever the status says.
-    agent_->library().check(release_native(), "release_xfer_dlist_handle",
-                            [this] { return text(agent_->about({}), ", ", str()); });
+    const ReleasePrepared release_native{agent_->handle_};
+    agent_->library().check(release_native(handle_.release()), "release_xfer_dlist_handle",
+                            [this] { return text(agent_->handle_->about(), ", ", str()); });
 }
 
 }  // namespace pynixlkv::nixl

@@ -14,50 +14,44 @@ namespace pynixlkv::nixl {
 
 class PreparedList : LiveCounted<PreparedList> {
     friend class Agent;
-    friend struct RequestBody;
-    struct Private {};
+    friend struct XferBody;
 
   public:
     static constexpr const char* kLiveName = "nixl.PreparedList";
 
-    PreparedList(Private, std::shared_ptr<Agent> agent, std::string peer, MemoryType memory,
-                 Rows rows, std::uint64_t generation);
+    PreparedList(std::shared_ptr<Agent> agent, std::string peer, Memory memory, Rows rows,
+                 std::uint64_t generation);
     PreparedList(const PreparedList&) = delete;
     PreparedList& operator=(const PreparedList&) = delete;
     ~PreparedList();
 
     [[nodiscard]] const std::shared_ptr<Agent>& agent() const noexcept { return agent_; }
+    /// Agent whose memory it is; empty for the agent's own side.
     [[nodiscard]] const std::string& peer() const noexcept { return peer_; }
-    [[nodiscard]] bool is_local() const noexcept { return peer_.empty(); }
-    [[nodiscard]] MemoryType memory() const noexcept { return memory_; }
     [[nodiscard]] std::size_t size() const noexcept { return size_; }
-    [[nodiscard]] std::uint64_t generation() const noexcept { return generation_; }
-    [[nodiscard]] bool is_released() const noexcept { return released_.load(); }
-    /// Requests made from the list that are not released.
-    [[nodiscard]] std::size_t num_users() const noexcept { return num_users_.load(); }
-    /// Bytes of one descriptor.
-    [[nodiscard]] std::uint64_t length(std::size_t index) const noexcept {
-        return lengths_.empty() ? uniform_length_ : lengths_[index];
-    }
+    [[nodiscard]] bool is_released() const noexcept { return is_released_.load(); }
 
     /// @throws Error StateError while requests use the list, ClosedError if it was released before
     void release();
 
   private:
+    /// Bytes of one descriptor.
+    [[nodiscard]] std::uint64_t length(std::size_t index) const noexcept {
+        return lengths_.empty() ? uniform_length_ : lengths_[index];
+    }
     [[nodiscard]] std::string str() const;
-    Status release_native() noexcept;
 
     const std::shared_ptr<Agent> agent_;
     const std::string peer_;
-    const MemoryType memory_;
+    const Memory memory_;
     const std::size_t size_;
     const std::uint64_t generation_;
     std::uint64_t uniform_length_;
     std::vector<std::uint64_t> lengths_;  ///< empty where all are equal
     std::vector<Pin> pins_;
-    capi::Prepared handle_ = nullptr;
-    std::atomic<bool> released_{true};  ///< changes under the agent's books_
-    std::atomic<std::size_t> num_users_{0};
+    PreparedHandle handle_;
+    std::atomic<bool> is_released_{true};    ///< changes under the agent's books_
+    std::atomic<std::size_t> num_users_{0};  ///< requests made from it that are not released
 };
 
 }  // namespace pynixlkv::nixl

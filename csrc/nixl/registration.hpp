@@ -1,37 +1,35 @@
 /// @file
-/// Registered memory.
+/// Registered memory of the verbs.
 #pragma once
 
 #include <atomic>
 #include <memory>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "nixl/agent.hpp"
 
 namespace pynixlkv::nixl {
 
-/// Memory that an agent has registered; deregistered by `release` or at the end of its life. Every
-/// prepared list and request on the memory keeps it.
+/// Memory that an agent has registered; made by Agent::register_memory, deregistered by `release`
+/// or at the end of its life. Every prepared list and request on the memory keeps it.
 class Registration : LiveCounted<Registration> {
     friend class Agent;
     friend class Pin;
-    struct Private {};
 
   public:
     static constexpr const char* kLiveName = "nixl.Registration";
 
-    Registration(Private, std::shared_ptr<Agent> agent, MemoryType memory, std::vector<Row> rows,
+    Registration(std::shared_ptr<Agent> agent, RegisteredMemory memory,
                  std::shared_ptr<void> keepalive);
     Registration(const Registration&) = delete;
     Registration& operator=(const Registration&) = delete;
     ~Registration();
 
     [[nodiscard]] const std::shared_ptr<Agent>& agent() const noexcept { return agent_; }
-    [[nodiscard]] MemoryType memory() const noexcept { return memory_; }
-    [[nodiscard]] Rows rows() const noexcept { return rows_; }
-    [[nodiscard]] bool is_active() const noexcept { return active_.load(); }
+    [[nodiscard]] Memory memory() const noexcept { return memory_.memory(); }
+    [[nodiscard]] Rows rows() const noexcept { return memory_.rows(); }
+    [[nodiscard]] bool is_released() const noexcept { return is_released_.load(); }
     /// Prepared lists and requests that use the memory.
     [[nodiscard]] std::size_t num_users() const noexcept { return num_users_.load(); }
 
@@ -41,15 +39,14 @@ class Registration : LiveCounted<Registration> {
     void release();
 
   private:
-    [[nodiscard]] std::string str() const;
+    [[nodiscard]] std::uint64_t id() const noexcept {
+        return reinterpret_cast<std::uint64_t>(this);
+    }
 
     const std::shared_ptr<Agent> agent_;
-    const MemoryType memory_;
-    const std::vector<Row> rows_;
+    RegisteredMemory memory_;
     std::shared_ptr<void> keepalive_;
-    Owned<capi::RegList> list_;
-    Owned<capi::OptArgs> options_;
-    std::atomic<bool> active_{false};  ///< changes under the agent's books_
+    std::atomic<bool> is_released_{true};  ///< changes under the agent's books_
     std::atomic<std::size_t> num_users_{0};
 };
 

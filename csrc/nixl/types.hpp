@@ -1,5 +1,5 @@
 /// @file
-/// Plain values of the NIXL room.
+/// Plain values of the NIXL module.
 #pragma once
 
 #include <chrono>
@@ -13,32 +13,34 @@
 #include <vector>
 
 #include "base/row.hpp"
+#include "transfer/types.hpp"
 
 namespace pynixlkv::nixl {
 
+using transfer::Memory;
+using transfer::Notification;
+using transfer::Op;
+
 using Duration = std::chrono::nanoseconds;
 using ParamMap = std::map<std::string, std::string>;
+using Rows = std::span<const Row>;
 
-/// Kind of memory, in NIXL's numbering; pynixlkv.types.MemoryType has the same.
-enum class MemoryType : int { kDram = 0, kVram = 1, kBlock = 2, kObject = 3, kFile = 4 };
-
-[[nodiscard]] constexpr const char* memory_name(MemoryType memory) noexcept {
+[[nodiscard]] constexpr const char* memory_name(Memory memory) noexcept {
     constexpr const char* kNames[] = {"DRAM", "VRAM", "BLOCK", "OBJECT", "FILE"};
     return kNames[static_cast<std::size_t>(memory)];
 }
 
 /// Files and objects. A registration of nothing at offset 0 stands for the whole of one.
-[[nodiscard]] constexpr bool is_storage(MemoryType memory) noexcept {
-    return memory != MemoryType::kDram && memory != MemoryType::kVram;
+[[nodiscard]] constexpr bool is_storage(Memory memory) noexcept {
+    return memory != Memory::kDram && memory != Memory::kVram;
 }
 
-/// Direction of a transfer: kRead is remote to local.
-enum class Operation : int { kRead = 0, kWrite = 1 };
+[[nodiscard]] constexpr const char* op_name(Op op) noexcept {
+    return op == Op::kRead ? "READ" : "WRITE";
+}
 
-/// NIXL's own locking. With kNone the owners of this room lock for it.
+/// NIXL's own locking. With kNone `Agent` locks for it.
 enum class ThreadSync : int { kNone = 0, kStrict = 1, kReadWrite = 2 };
-
-using Rows = std::span<const Row>;
 
 struct AgentConfig {
     bool progress_thread = true;
@@ -52,7 +54,7 @@ struct AgentConfig {
 
 /// What a plugin or a backend says about itself.
 struct BackendInfo {
-    std::vector<MemoryType> memory;
+    std::vector<Memory> memory;
     ParamMap params;
 };
 
@@ -62,13 +64,8 @@ struct CostEstimate {
     int method;
 };
 
-struct Notification {
-    std::string peer;
-    std::string message;
-};
-
-/// Where the metadata listener of another agent, or a metadata server, is reached.
-struct Endpoint {
+/// The metadata listener of another agent, or a metadata server.
+struct ListenerAddress {
     std::string ip;          ///< empty: the metadata server
     std::uint16_t port = 0;  ///< 0: NIXL's default
 };
@@ -80,8 +77,7 @@ struct CallOptions {
     std::vector<std::shared_ptr<Backend>> backends = {};  ///< empty: NIXL chooses
     std::optional<std::string> notification = {};
     bool skip_merge = false;
-    std::string custom_param = {};
-    Endpoint endpoint = {};
+    ListenerAddress address = {};
 };
 
 }  // namespace pynixlkv::nixl

@@ -29,16 +29,12 @@ struct FakePrepared final : Prepared {
     const std::vector<Row> remote;
 };
 
-/// Registration is undone by whoever made it, through the network.
-class FakeRegistered final : public Registered {
-  public:
-    explicit FakeRegistered(std::function<void()> undo) : undo_(std::move(undo)) {}
+struct FakeRegistered final : Registered {
+    explicit FakeRegistered(std::function<void()> deregister) : undo(std::move(deregister)) {}
     FakeRegistered(const FakeRegistered&) = delete;
     FakeRegistered& operator=(const FakeRegistered&) = delete;
-    ~FakeRegistered() override { undo_(); }
-
-  private:
-    std::function<void()> undo_;
+    ~FakeRegistered() override { undo(); }
+    const std::function<void()> undo;
 };
 
 }  // namespace
@@ -86,7 +82,7 @@ class FakeXfer final : public NativeXfer {
     bool poll() override {
         const std::lock_guard lock(network_->mutex_);
         auto* peer = network_->find(name_, token_);
-        // A killed agent moves nothing any more, neither way.
+        // A killed agent moves nothing, in either direction.
         if (peer == nullptr || network_->find(owner_name_, owner_token_) == nullptr) {
             throw ConnectionLost(fake_error("poll", "the connection to '" + name_ + "' broke"));
         }
@@ -114,62 +110,30 @@ class FakeXfer final : public NativeXfer {
     TimePoint ready_{};
 };
 
-// ---------------------------------------------------------------------------------------------
-// FakeNetwork
+// ---- FakeNetwork
 
-FakeNetwork::Endpoint& FakeNetwork::at(const std::string& name) {
-    const auto it = endpoints_.find(name);
-    if (it == endpoints_.end()) {
+FakeNetwork::Node& FakeNetwork::at(const std::string& name) {
+    const auto it = nodes_.find(name);
+    if (it == nodes_.end()) {
         throw Error("UnknownPeerError", "the fake network has no agent named '" + name + "'");
     }
     return it->second;
 }
 
-FakeNetwork::Endpoint* FakeNetwork::find(const std::string& name, std::uint64_t token) {
-    const auto it = endpoints_.find(name);
-    if (it == endpoints_.end() || it->second.token != token || it->second.killed) {
+FakeNetwork::Node* FakeNetwork::find(const std::string& name, std::uint64_t token) {
+    const auto it = nodes_.find(name);
+    if (it == nodes_.end() || it->second.token != token || it->second.killed) {
         return nullptr;
     }
     return &it->second;
 }
 
-void FakeNetwork::set_delay(const std::string& name, Clock::duration delay) {
-    const std::lock_guard lock(mutex_);
-    at(name).delay = delay;
-}
-
-void FakeNetwork::pause(const std::string& name) {
-    const std::lock_guard lock(mutex_);
-    at(name).paused = true;
-}
-
-void FakeNetwork::resume(const std::string& name) {
-    const std::lock_guard lock(mutex_);
-    at(name).paused = false;
-}
-
-void FakeNetwork::kill(const std::string& name) {
-    const std::lock_guard lock(mutex_);
-    at(name).killed = true;
-}
-
-void FakeNetwork::fail_next(const std::string& name, std::size_t count) {
-    const std::lock_guard lock(mutex_);
-    at(name).failures = count;
-}
-
-void FakeNetwork::drop_notifications(const std::string& name, std::size_t count) {
-    const std::lock_guard lock(mutex_);
-    at(name).drops = count;
-}
-
-// ---------------------------------------------------------------------------------------------
-// FakeDriver
+// ---- FakeDriver
 
 FakeDriver::FakeDriver(std::string name, std::shared_ptr<FakeNetwork> network)
     : name_(std::move(name)), network_(std::move(network)) {
     const std::lock_guard lock(network_->mutex_);
-    const auto [it, added] = network_->endpoints_.try_emplace(name_);
+    const auto [it, added] = network_->nodes_.try_emplace(name_);
     if (!added) {
         if (!it->second.killed) {
             throw Error("DuplicatePeerError",
@@ -183,9 +147,9 @@ FakeDriver::FakeDriver(std::string name, std::shared_ptr<FakeNetwork> network)
 
 FakeDriver::~FakeDriver() {
     const std::lock_guard lock(network_->mutex_);
-    const auto it = network_->endpoints_.find(name_);
-    if (it != network_->endpoints_.end() && it->second.token == token_) {
-        network_->endpoints_.erase(it);
+    const auto it = network_->nodes_.find(name_);
+    if (it != network_->nodes_.end() && it->second.token == token_) {
+        network_->nodes_.erase(it);
     }
 }
 
@@ -258,15 +222,15 @@ std::unique_ptr<NativeXfer> FakeDriver::make(Connection& connection, Op op, Prep
 void FakeDriver::notify(Connection& connection, const std::string& message) {
     const auto& peer = static_cast<const FakeConnection&>(connection);
     const std::lock_guard lock(network_->mutex_);
-    auto* endpoint = network_->find(peer.name, peer.token);
-    if (endpoint == nullptr || network_->find(name_, token_) == nullptr) {
+    auto* node = network_->find(peer.name, peer.token);
+    if (node == nullptr || network_->find(name_, token_) == nullptr) {
         throw ConnectionLost(fake_error("notify", "'" + peer.name + "' cannot be reached"));
     }
-    if (endpoint->drops > 0) {
-        --endpoint->drops;
+    if (node->drops > 0) {
+        --node->drops;
         return;
     }
-    endpoint->inbox.push_back({name_, message});
+    node->inbox.push_back({name_, message});
 }
 
 bool FakeDriver::receive(std::vector<Notification>& into) {

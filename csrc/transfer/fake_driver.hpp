@@ -1,7 +1,6 @@
 /// @file
-/// A driver without a library: agents of one process that move real bytes with memcpy, keep to
-/// registration bounds, and fail on demand. What the real libraries cannot do on demand is tested
-/// with it.
+/// A driver without a library: agents of one process that move real bytes with memcpy, respect the
+/// bounds of registered memory, and fail on demand.
 #pragma once
 
 #include <cstdint>
@@ -17,26 +16,33 @@
 
 namespace pynixlkv::transfer {
 
-/// The agents that can reach each other, and the faults injected between them. Thread-safe.
+/// The agents that can reach each other, and the faults injected between them. Thread-safe. Every
+/// function that names an agent throws Error("UnknownPeerError") if there is none of that name.
 class FakeNetwork {
   public:
     /// Operations to the agent take this long. The first half of each batch moves at once.
-    void set_delay(const std::string& name, Clock::duration delay);
+    void set_delay(const std::string& agent, Clock::duration delay) {
+        set(agent, &Node::delay, delay);
+    }
     /// Operations to the agent stay pending until resume(), as with a stopped process.
-    void pause(const std::string& name);
-    void resume(const std::string& name);
+    void pause(const std::string& agent) { set(agent, &Node::paused, true); }
+    void resume(const std::string& agent) { set(agent, &Node::paused, false); }
     /// Connections to the agent break, now and for as long as this incarnation lives.
-    void kill(const std::string& name);
+    void kill(const std::string& agent) { set(agent, &Node::killed, true); }
     /// The next operations to the agent end with a library error.
-    void fail_next(const std::string& name, std::size_t count);
+    void fail_next(const std::string& agent, std::size_t count) {
+        set(agent, &Node::failures, count);
+    }
     /// The next notifications to the agent get lost on the way.
-    void drop_notifications(const std::string& name, std::size_t count);
+    void drop_notifications(const std::string& agent, std::size_t count) {
+        set(agent, &Node::drops, count);
+    }
 
   private:
     friend class FakeDriver;
     friend class FakeXfer;
 
-    struct Endpoint {
+    struct Node {
         std::uint64_t token = 0;
         MemoryMap memory;
         std::vector<Notification> inbox;
@@ -47,14 +53,18 @@ class FakeNetwork {
         std::size_t drops = 0;
     };
 
-    /// @throws Error("UnknownPeerError") when no such agent exists
-    Endpoint& at(const std::string& name);
-    /// The endpoint if this incarnation of it can still be reached, else nullptr.
-    Endpoint* find(const std::string& name, std::uint64_t token);
+    template <class T>
+    void set(const std::string& agent, T Node::* member, T value) {
+        const std::lock_guard lock(mutex_);
+        at(agent).*member = value;
+    }
+    Node& at(const std::string& name);
+    /// The node if this incarnation of it can still be reached, else nullptr.
+    Node* find(const std::string& name, std::uint64_t token);
 
     std::mutex mutex_;
     std::uint64_t next_token_ = 1;
-    std::map<std::string, Endpoint> endpoints_;
+    std::map<std::string, Node> nodes_;
 };
 
 class FakeDriver final : public Driver {

@@ -1,5 +1,5 @@
 /// @file
-/// The agent's thread. Nothing here is touched by another thread, except through `Shared`.
+/// The agent's thread. Other threads reach it only through `SharedState`.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "base/error.hpp"
-#include "transfer/active.hpp"
 #include "transfer/shared.hpp"
 
 namespace pynixlkv::transfer {
@@ -35,7 +34,7 @@ struct Costs {
 
 class Loop {
   public:
-    explicit Loop(std::shared_ptr<Shared> shared) : shared_(std::move(shared)) {}
+    explicit Loop(std::shared_ptr<SharedState> shared) : shared_(std::move(shared)) {}
     Loop(const Loop&) = delete;
     Loop& operator=(const Loop&) = delete;
     ~Loop() = default;
@@ -85,7 +84,7 @@ class Loop {
               const std::optional<NativeError>& cause = {});
     void forget_lists();
 
-    const std::shared_ptr<Shared> shared_;
+    const std::shared_ptr<SharedState> shared_;
     std::unique_ptr<Driver> driver_;
     std::vector<Active> active_;
     std::map<std::string, std::shared_ptr<Link>> links_;

@@ -36,76 +36,91 @@ void MemoryMap::add(Owner owner, std::span<const Span> spans) {
             }
             const Key key{row.device, row.address};
             const auto next = spans_.lower_bound(key);
-            const auto refuse = [&](const Key& k, const Value& v) {
+            const auto refuse = [&](const Row& there) {
                 throw Error("AlreadyRegisteredError",
                             range_text(row.address, row.length, row.device) + " overlaps " +
-                                range_text(k.second, v.length, k.first) +
+                                range_text(there.address, there.length, there.device) +
                                 ", which is registered already; keep and reuse that registration");
             };
             if (next != spans_.end() && next->first.first == row.device &&
                 next->first.second < row.address + row.length) {
-                refuse(next->first, next->second);
+                refuse(next->second.row);
             }
             if (next != spans_.begin()) {
-                const auto before = std::prev(next);
-                if (before->first.first == row.device &&
-                    before->first.second + before->second.length > row.address) {
-                    refuse(before->first, before->second);
+                const Row& before = std::prev(next)->second.row;
+                if (before.device == row.device && before.address + before.length > row.address) {
+                    refuse(before);
                 }
             }
-            spans_.emplace_hint(next, key, Value{row.length, memory, owner});
+            add_overlapping(owner, {row, memory});
             ++added;
         }
     } catch (...) {
         for (std::size_t i = 0; i < added; ++i) {
-            spans_.erase(Key{spans[i].row.device, spans[i].row.address});
+            remove(owner, spans[i].row);
         }
         throw;
     }
+}
+
+void MemoryMap::add_overlapping(Owner owner, const Span& span) {
+    spans_.emplace(Key{span.row.device, span.row.address}, Entry{span.row, span.memory, owner});
+    longest_ = std::max(longest_, span.row.length);
 }
 
 void MemoryMap::remove(Owner owner) {
     std::erase_if(spans_, [owner](const auto& entry) { return entry.second.owner == owner; });
 }
 
+void MemoryMap::remove(Owner owner, const Row& row) {
+    const auto [first, last] = spans_.equal_range(Key{row.device, row.address});
+    const auto found = std::find_if(first, last, [&](const auto& entry) {
+        return entry.second.owner == owner && entry.second.row == row;
+    });
+    if (found != last) {
+        spans_.erase(found);
+    }
+}
+
+const MemoryMap::Entry* MemoryMap::find_exactly(const Row& row) const {
+    const auto [first, last] = spans_.equal_range(Key{row.device, row.address});
+    const auto found =
+        std::find_if(first, last, [&](const auto& entry) { return entry.second.row == row; });
+    return found != last ? &found->second : nullptr;
+}
+
 MemoryMap::Cover MemoryMap::cover(std::span<const Row> rows, const std::string& whose) const {
     Cover result;
-    auto hit = spans_.end();
-    const auto contains = [](const auto& entry, const Row& row) {
-        const auto& [key, value] = entry;
-        return key.first == row.device && key.second <= row.address && row.length <= value.length &&
-               row.address - key.second <= value.length - row.length;
-    };
+    const Entry* hit = nullptr;
     for (std::size_t i = 0; i < rows.size(); ++i) {
         const Row& row = rows[i];
-        if (hit != spans_.end() && contains(*hit, row)) {
+        if (hit != nullptr && hit->contains(row)) {
             continue;  // rows come in address order: nearly always the span of the row before
         }
-        const auto next = spans_.upper_bound(Key{row.device, row.address});
-        if (next == spans_.begin() || !contains(*std::prev(next), row)) {
+        hit = find(row, [](const Entry&) { return true; });
+        if (hit == nullptr) {
             std::ostringstream out;
             out << "row " << i << ' ' << range_text(row.address, row.length, row.device)
                 << " is not inside the registered memory " << whose;
+            const auto next = spans_.upper_bound(Key{row.device, row.address});
             if (next != spans_.begin()) {
-                const auto& [key, value] = *std::prev(next);
+                const Row& below = std::prev(next)->second.row;
                 out << "; the nearest registered span below starts at "
-                    << range_text(key.second, value.length, key.first);
+                    << range_text(below.address, below.length, below.device);
             }
             throw Error("NotRegisteredError", out.str());
         }
-        hit = std::prev(next);
-        const Value& value = hit->second;
         if (result.owners.empty()) {
-            result.memory = value.memory;
-        } else if (result.memory != value.memory) {
+            result.memory = hit->memory;
+        } else if (result.memory != hit->memory) {
             throw Error("ConfigError",
                         "row " + std::to_string(i) +
                             " is in another kind of memory than the rows before it " + whose +
                             "; move each kind in a transfer of its own");
         }
-        if (std::find(result.owners.begin(), result.owners.end(), value.owner) ==
+        if (std::find(result.owners.begin(), result.owners.end(), hit->owner) ==
             result.owners.end()) {
-            result.owners.push_back(value.owner);
+            result.owners.push_back(hit->owner);
         }
     }
     return result;

@@ -12,20 +12,53 @@
 
 namespace pynixlkv::transfer {
 
-/// Disjoint spans with an owner each, looked up by containment. Adjoining spans of one memory kind
-/// do not act as one: a row must lie inside a single span, as native libraries demand.
+/// Spans with an owner each, looked up by containment. Adjoining spans of one memory kind do not
+/// act as one: a row must lie inside a single span, as native libraries demand.
 class MemoryMap {
   public:
     using Owner = std::uint64_t;
 
-    /// Add spans under an owner; all or none.
+    struct Entry {
+        Row row;
+        Memory memory;
+        Owner owner;
+
+        [[nodiscard]] bool contains(const Row& other) const noexcept {
+            return row.device == other.device && row.address <= other.address &&
+                   other.length <= row.length &&
+                   other.address - row.address <= row.length - other.length;
+        }
+    };
+
+    /// Add disjoint spans under an owner; all or none.
     /// @throws Error("AlreadyRegisteredError") when one overlaps a span that is there, or
     ///         Error("ConfigError") when one is empty or wraps around
     void add(Owner owner, std::span<const Span> spans);
+    /// Add a span that may overlap others.
+    void add_overlapping(Owner owner, const Span& span);
     /// Forget the spans of an owner.
     void remove(Owner owner);
+    /// Forget one span of an owner.
+    void remove(Owner owner, const Row& row);
     void clear() noexcept { spans_.clear(); }
     [[nodiscard]] bool empty() const noexcept { return spans_.empty(); }
+
+    /// A span that contains the row and is accepted, null if there is none.
+    template <class Accept>
+    [[nodiscard]] const Entry* find(const Row& row, Accept accept) const {
+        for (auto next = spans_.upper_bound({row.device, row.address}); next != spans_.begin();) {
+            const Entry& entry = (--next)->second;
+            if (entry.row.device != row.device || row.address - entry.row.address >= longest_) {
+                break;
+            }
+            if (entry.contains(row) && accept(entry)) {
+                return &entry;
+            }
+        }
+        return nullptr;
+    }
+    /// The span that is the row, null if there is none.
+    [[nodiscard]] const Entry* find_exactly(const Row& row) const;
 
     /// What the rows lie in.
     struct Cover {
@@ -42,13 +75,9 @@ class MemoryMap {
     // Host and device memory share one virtual address space, so the memory kind is not part of the
     // key; the device is, because it is what a row carries.
     using Key = std::pair<std::uint64_t, std::uint64_t>;
-    struct Value {
-        std::uint64_t length;
-        Memory memory;
-        Owner owner;
-    };
 
-    std::map<Key, Value> spans_;
+    std::multimap<Key, Entry> spans_;
+    std::uint64_t longest_ = 0;  ///< never shrinks: how far before a row its span may begin
 };
 
 }  // namespace pynixlkv::transfer

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "kv/expansion.hpp"
-#include "transfer/submission.hpp"
+#include "transfer/agent.hpp"
 
 namespace pynixlkv::transfer {
 

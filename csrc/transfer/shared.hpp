@@ -1,24 +1,410 @@
 /// @file
+/// What an agent's thread and its callers share.
 #pragma once
 
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <shared_mutex>
+#include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
-#include "transfer/command_queue.hpp"
-#include "transfer/inbox.hpp"
-#include "transfer/options.hpp"
-#include "transfer/registrations.hpp"
+#include "base/error.hpp"
+#include "transfer/driver.hpp"
+#include "transfer/transfer.hpp"
 #include "transfer/wake_socket.hpp"
 
 namespace pynixlkv::transfer {
 
-/// What an agent's thread and its callers share. Both hold a reference, so that neither has to wait
-/// for the other to go away.
-struct Shared {
-    Shared(std::string agent, AgentOptions agent_options)
+/// Makes the rows of a transfer, on the agent's thread.
+class DescriptorSource {
+  public:
+    DescriptorSource() = default;
+    DescriptorSource(const DescriptorSource&) = delete;
+    DescriptorSource& operator=(const DescriptorSource&) = delete;
+    virtual ~DescriptorSource() = default;
+
+    /// The rows, paired. Replaces the contents of the vectors.
+    virtual void expand(std::vector<Row>& local, std::vector<Row>& remote) const = 0;
+
+    /// What all transfers that can share prepared rows have in common; null if there is none.
+    [[nodiscard]] virtual std::shared_ptr<const void> pool() const { return nullptr; }
+    /// Number of rows of the pool, both sides together.
+    [[nodiscard]] virtual std::size_t pool_size() const { return 0; }
+    /// All rows that transfers of the pool choose from, in address order. Lengths are those that
+    /// `expand_indices` counts with.
+    virtual void pool_rows(std::vector<Row>& /*local*/, std::vector<Row>& /*remote*/) const {}
+    /// Number of indices that `expand_indices` gives; none if this transfer's rows are not rows of
+    /// the pool.
+    [[nodiscard]] virtual std::optional<std::size_t> num_indices() const { return std::nullopt; }
+    /// The rows of this transfer as places in the pool.
+    virtual void expand_indices(std::vector<std::int32_t>& /*local*/,
+                                std::vector<std::int32_t>& /*remote*/) const {}
+};
+
+struct Submission {
+    Op op = Op::kRead;
+    std::shared_ptr<Peer> peer;
+    /// Rows, or ranges that contain every row that `source` will make; checked in submit().
+    std::vector<Row> local_extents;
+    std::vector<Row> remote_extents;
+    /// Null: the extents are the rows.
+    std::shared_ptr<const DescriptorSource> source;
+    std::optional<std::string> notify;
+    Clock::duration timeout{};
+};
+
+struct AgentOptions {
+    /// Random bytes that tell this agent from others of its name; peers wake it by them.
+    std::string incarnation;
+    /// Most bytes and rows of one native request; larger transfers are several requests, so that
+    /// deadlines are kept and other transfers get their turn.
+    std::uint64_t batch_bytes = 16U << 20U;
+    std::size_t batch_rows = 4096;
+};
+
+using DriverFactory = std::function<std::unique_ptr<Driver>()>;
+
+/// A peer on the agent's thread.
+struct Link {
+    struct Lists {
+        std::unique_ptr<Prepared> prepared;
+        double regret_ns = 0;  ///< what having the lists would have saved so far
+    };
+
+    std::shared_ptr<Peer> peer;
+    std::unique_ptr<Connection> connection;
+    /// By DescriptorSource::pool(), which they do not keep alive.
+    std::map<std::weak_ptr<const void>, Lists, std::owner_less<>> lists;
+    std::size_t unquiet = 0;  ///< transfers that may still move bytes
+
+    void drop() {
+        lists.clear();
+        connection.reset();
+    }
+};
+
+/// A transfer on the agent's thread, until it is quiet.
+struct Active {
+    struct Running {
+        std::unique_ptr<NativeXfer> xfer;
+        std::uint64_t bytes;
+    };
+
+    std::shared_ptr<Transfer> transfer;
+    std::shared_ptr<Link> link;
+    std::vector<std::shared_ptr<void>> uses;  ///< of registrations
+    std::shared_ptr<const DescriptorSource> source;
+    std::vector<Row> local;
+    std::vector<Row> remote;
+    /// Instead of rows, if not null: places in prepared rows. Owned by the link.
+    Prepared* prepared = nullptr;
+    std::vector<std::int32_t> local_indices;
+    std::vector<std::int32_t> remote_indices;
+    std::uint64_t bytes = 0;
+    Memory local_memory = Memory::kDram;
+    Memory remote_memory = Memory::kDram;
+    std::optional<std::string> notify;
+    TimePoint submitted;
+    TimePoint deadline;
+    Clock::duration timeout{};
+    bool expanded = false;
+    std::size_t next = 0;
+    std::vector<Running> running;
+
+    [[nodiscard]] std::size_t size() const noexcept {
+        return prepared != nullptr ? local_indices.size() : local.size();
+    }
+    /// Whether all rows have been posted and have ended.
+    [[nodiscard]] bool is_moved() const noexcept {
+        return expanded && next >= size() && running.empty();
+    }
+};
+
+/// An eventfd: a thread sleeps on it, others wake that thread.
+class EventFd {
+  public:
+    /// @throws Error("StateError") when the process is out of descriptors
+    EventFd() : fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+        if (fd_ < 0) {
+            throw Error("StateError", "eventfd failed; the process may be out of descriptors");
+        }
+    }
+    EventFd(const EventFd&) = delete;
+    EventFd& operator=(const EventFd&) = delete;
+    ~EventFd() { ::close(fd_); }
+
+    [[nodiscard]] int fd() const noexcept { return fd_; }
+    void set() const noexcept { (void)::eventfd_write(fd_, 1); }
+    void clear() const noexcept {
+        eventfd_t count = 0;
+        (void)::eventfd_read(fd_, &count);
+    }
+
+  private:
+    int fd_;
+};
+
+class Loop;
+
+/// What callers hand to the agent's thread, and what wakes that thread. Thread-safe.
+class CommandQueue {
+  public:
+    using Command = std::function<void(Loop&)>;
+
+    explicit CommandQueue(std::string agent) : agent_(std::move(agent)) {}
+
+    /// @throws Error("ClosedError") after close()
+    void post(Command command) { push(work_.commands, std::move(command)); }
+    void post(Active transfer) { push(work_.transfers, std::move(transfer)); }
+    /// Refuse new work; with `stop` the thread shall not even finish what it has.
+    void close(bool stop = false) {
+        {
+            const std::lock_guard lock(mutex_);
+            closing_ = true;
+            stop_ |= stop;
+        }
+        wake();
+    }
+    /// Get the thread out of its sleep. The mutex must be free: the thread wants it first.
+    void wake() {
+        if (asleep_.exchange(false)) {
+            woken_.set();
+        }
+    }
+
+    // ---- agent's thread ----
+    struct Work {
+        std::vector<Command> commands;
+        std::vector<Active> transfers;
+    };
+    /// Exchange all work for the empty one given.
+    void take(Work& empty) {
+        const std::lock_guard lock(mutex_);
+        std::swap(work_, empty);
+    }
+    /// Whether the agent was closed and all work has been taken.
+    [[nodiscard]] bool is_finished() const {
+        const std::lock_guard lock(mutex_);
+        return closing_ && work_.commands.empty() && work_.transfers.empty();
+    }
+    [[nodiscard]] bool is_stopped() const {
+        const std::lock_guard lock(mutex_);
+        return stop_;
+    }
+    /// Drop commands that came too late; their callers see the agent as closed.
+    /// @return whether no transfer came too late
+    bool refuse_rest() {
+        const std::lock_guard lock(mutex_);
+        work_.commands.clear();
+        return work_.transfers.empty();
+    }
+    /// Announce that the thread goes to sleep on fd().
+    /// @return false if it must not, because there is work
+    [[nodiscard]] bool begin_sleep(bool is_idle) {
+        const std::lock_guard lock(mutex_);
+        if (!work_.commands.empty() || !work_.transfers.empty() || (closing_ && is_idle) || stop_) {
+            return false;
+        }
+        asleep_.store(true);
+        return true;
+    }
+    void end_sleep(bool is_woken) {
+        asleep_.store(false);
+        if (is_woken) {
+            woken_.clear();
+        }
+    }
+    [[nodiscard]] int fd() const noexcept { return woken_.fd(); }
+
+  private:
+    template <class Item>
+    void push(std::vector<Item>& to, Item item) {
+        {
+            const std::lock_guard lock(mutex_);
+            if (closing_) {
+                throw Error("ClosedError", "agent '" + agent_ + "' is closed");
+            }
+            to.push_back(std::move(item));
+        }
+        wake();
+    }
+
+    const std::string agent_;
+    const EventFd woken_;
+    std::atomic<bool> asleep_{false};
+    mutable std::mutex mutex_;  // guards what follows
+    Work work_;
+    bool closing_ = false;
+    bool stop_ = false;
+};
+
+/// What the agent's thread tells its callers: notifications, ends of transfers, and that something
+/// has happened. Thread-safe.
+class Inbox {
+  public:
+    void deliver(std::vector<Notification>& arrivals) {
+        change([&] {
+            std::move(arrivals.begin(), arrivals.end(), std::back_inserter(notifications_));
+        });
+        arrivals.clear();
+    }
+    /// Let the next take() that finds no notifications throw.
+    void fail(const Error& error) {
+        change([&] { error_ = error; });
+    }
+    /// A transfer has its end state.
+    void report_end(Transfer& transfer) {
+        change([&] {
+            if (transfer.take_watched()) {
+                complete(transfer);
+            }
+        });
+    }
+    /// Let wait_activity() return.
+    void announce() {
+        change([] {});
+    }
+
+    [[nodiscard]] std::vector<Notification> take(TimePoint until) {
+        std::unique_lock lock(mutex_);
+        arrived_.wait_until(lock, until, [this] { return !notifications_.empty() || error_; });
+        if (notifications_.empty() && error_) {
+            throw Error(*std::exchange(error_, std::nullopt));
+        }
+        return std::exchange(notifications_, {});
+    }
+    [[nodiscard]] std::uint64_t wait_activity(std::uint64_t seen, TimePoint until) {
+        std::unique_lock lock(mutex_);
+        arrived_.wait_until(lock, until, [&] { return activity_ != seen; });
+        return activity_;
+    }
+    void watch(Transfer& transfer) {
+        const std::lock_guard lock(mutex_);
+        if (is_end(transfer.state())) {
+            complete(transfer);
+        } else {
+            transfer.set_watched();
+        }
+    }
+    [[nodiscard]] std::vector<std::uint64_t> take_completed() {
+        const std::lock_guard lock(mutex_);
+        completion_.clear();
+        return std::exchange(completed_, {});
+    }
+    [[nodiscard]] int completion_fd() const noexcept { return completion_.fd(); }
+
+  private:
+    template <class Change>
+    void change(Change apply) {
+        {
+            const std::lock_guard lock(mutex_);
+            apply();
+            ++activity_;
+        }
+        arrived_.notify_all();
+    }
+    void complete(const Transfer& transfer) {
+        completed_.push_back(transfer.id());
+        completion_.set();
+    }
+
+    const EventFd completion_;
+    std::mutex mutex_;  // guards what follows
+    std::condition_variable arrived_;
+    std::vector<Notification> notifications_;
+    std::vector<std::uint64_t> completed_;
+    std::optional<Error> error_;
+    std::uint64_t activity_ = 0;  // counts arrivals, ends of transfers, and their becoming quiet
+};
+
+/// The registered memory of one agent. Thread-safe.
+class Registrations {
+  public:
+    explicit Registrations(const std::string& agent)
+        : agent_(agent), whose_("of agent '" + agent + "'") {}
+
+    /// Reserve the spans of a registration, which nothing can use before enable().
+    /// @throws Error("AlreadyRegisteredError") where one overlaps registered memory
+    void add(const Registration& registration) {
+        const std::unique_lock lock(mutex_);
+        memory_.add(registration.id(), registration.spans());
+    }
+    void enable(const std::shared_ptr<Registration>& registration) {
+        const std::unique_lock lock(mutex_);
+        by_id_.emplace(registration->id(), registration);
+    }
+    void abort(const Registration& registration) {
+        const std::unique_lock lock(mutex_);
+        memory_.remove(registration.id());
+    }
+    /// @throws Error("ClosedError") if it is not here, Error("RegistrationInUseError") while used
+    void remove(Registration& registration) {
+        const std::unique_lock lock(mutex_);
+        const auto found = by_id_.find(registration.id());
+        if (found == by_id_.end() || found->second.get() != &registration) {
+            throw Error("ClosedError", "the registration is not one of agent '" + agent_ +
+                                           "', or was deregistered before");
+        }
+        if (const std::size_t uses = registration.uses(); uses > 0) {
+            throw Error("RegistrationInUseError",
+                        std::to_string(uses) +
+                            " transfers that are not quiet still use the memory; wait for them");
+        }
+        registration.close();
+        memory_.remove(registration.id());
+        by_id_.erase(found);
+    }
+    void close_all() {
+        const std::unique_lock lock(mutex_);
+        for (auto& [id, registration] : by_id_) {
+            registration->close();
+        }
+        by_id_.clear();
+        memory_.clear();
+    }
+
+    /// @throws Error("NotRegisteredError") unless every row lies in registered memory
+    void check(std::span<const Row> rows) const {
+        const std::shared_lock lock(mutex_);
+        (void)memory_.cover(rows, whose_);
+    }
+    /// The same; the registrations that the rows lie in count as used until the tokens are dropped.
+    [[nodiscard]] std::pair<Memory, std::vector<std::shared_ptr<void>>> use(
+        std::span<const Row> rows) const {
+        const std::shared_lock lock(mutex_);
+        const auto cover = memory_.cover(rows, whose_);
+        std::vector<std::shared_ptr<void>> uses;
+        for (const MemoryMap::Owner owner : cover.owners) {
+            uses.push_back(Registration::use(by_id_.at(owner)));
+        }
+        return {cover.memory, std::move(uses)};
+    }
+
+  private:
+    const std::string agent_;
+    const std::string whose_;
+    mutable std::shared_mutex mutex_;  // guards what follows
+    MemoryMap memory_;
+    std::map<std::uint64_t, std::shared_ptr<Registration>> by_id_;
+};
+
+/// The agent and its thread hold a reference each, so that neither has to wait for the other's end.
+struct SharedState {
+    SharedState(std::string agent, AgentOptions agent_options)
         : name(std::move(agent)),
           options(std::move(agent_options)),
           wake_socket(options.incarnation),

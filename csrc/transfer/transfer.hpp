@@ -1,21 +1,113 @@
 /// @file
+/// The objects that an agent gives to its callers and shares with them: registrations, peers,
+/// transfers.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/error.hpp"
 #include "base/live_count.hpp"
-#include "transfer/peer.hpp"
+#include "transfer/memory_map.hpp"
 #include "transfer/types.hpp"
 
 namespace pynixlkv::transfer {
+
+/// Memory that an agent has registered and that transfers may use.
+class Registration : LiveCounted<Registration> {
+  public:
+    static constexpr const char* kLiveName = "transfer.Registration";
+
+    Registration(std::uint64_t id, std::vector<Span> spans) : id_(id), spans_(std::move(spans)) {}
+
+    [[nodiscard]] std::uint64_t id() const noexcept { return id_; }
+    [[nodiscard]] const std::vector<Span>& spans() const noexcept { return spans_; }
+    /// Number of transfers that are not quiet and touch this memory.
+    [[nodiscard]] std::size_t uses() const noexcept { return uses_.load(); }
+    [[nodiscard]] bool is_open() const noexcept { return open_.load(); }
+
+    /// Count a use of the registration until the token is dropped.
+    [[nodiscard]] static std::shared_ptr<void> use(std::shared_ptr<Registration> registration) {
+        Registration* self = registration.get();
+        self->uses_.fetch_add(1);
+        return {self, [kept = std::move(registration)](Registration* r) { r->uses_.fetch_sub(1); }};
+    }
+    void close() noexcept { open_.store(false); }
+
+  private:
+    const std::uint64_t id_;
+    const std::vector<Span> spans_;
+    std::atomic<std::size_t> uses_{0};
+    std::atomic<bool> open_{true};
+};
+
+enum class PeerState : int { kConnected = 0, kLost = 1, kDisconnected = 2 };
+
+/// One generation of one peer.
+class Peer : LiveCounted<Peer> {
+  public:
+    static constexpr const char* kLiveName = "transfer.Peer";
+
+    Peer(std::string name, std::string incarnation, std::uint64_t generation, MemoryMap memory)
+        : name_(std::move(name)),
+          incarnation_(std::move(incarnation)),
+          generation_(generation),
+          memory_(std::move(memory)) {}
+
+    [[nodiscard]] const std::string& name() const noexcept { return name_; }
+    /// Bytes that differ between two agents that used the same name.
+    [[nodiscard]] const std::string& incarnation() const noexcept { return incarnation_; }
+    /// 1 for the first connection to this name, one more for each that follows.
+    [[nodiscard]] std::uint64_t generation() const noexcept { return generation_; }
+    [[nodiscard]] PeerState state() const noexcept { return state_.load(); }
+    [[nodiscard]] bool is_connected() const noexcept { return state() == PeerState::kConnected; }
+    /// Why the peer was lost; empty while it is not.
+    [[nodiscard]] std::string reason() const {
+        const std::lock_guard lock(mutex_);
+        return reason_;
+    }
+    /// What the rows lie in at the peer.
+    /// @throws Error("PeerLostError") or Error("StalePeerError") unless the peer is connected,
+    ///         Error("NotRegisteredError") unless the peer has announced the memory
+    [[nodiscard]] MemoryMap::Cover cover(std::span<const Row> rows) const {
+        const std::lock_guard lock(mutex_);
+        if (!is_connected()) {
+            throw Error(state() == PeerState::kLost ? "PeerLostError" : "StalePeerError",
+                        "generation " + std::to_string(generation_) + " of peer '" + name_ +
+                            "' is not connected any more: " + reason_ + "; connect() again");
+        }
+        return memory_.cover(rows, "of peer '" + name_ + "'");
+    }
+
+    // ---- agent's thread ----
+    void set_memory(MemoryMap memory) {
+        const std::lock_guard lock(mutex_);
+        memory_ = std::move(memory);
+    }
+    void set_state(PeerState state, const std::string& reason) {
+        const std::lock_guard lock(mutex_);
+        reason_ = reason;
+        state_.store(state);
+    }
+
+  private:
+    const std::string name_;
+    const std::string incarnation_;
+    const std::uint64_t generation_;
+    std::atomic<PeerState> state_{PeerState::kConnected};
+    mutable std::mutex mutex_;  // guards what follows
+    MemoryMap memory_;
+    std::string reason_;
+};
 
 /// What a transfer moved and when, in nanoseconds of the steady clock.
 struct TransferStats {
@@ -47,12 +139,16 @@ class Transfer : LiveCounted<Transfer> {
     [[nodiscard]] bool is_quiet() const noexcept { return quiet_.load(std::memory_order_acquire); }
     /// Wait for the end state, or for quiet.
     /// @return whether it was reached in time
-    bool wait(TimePoint until, bool for_quiet = false) const;
-    [[nodiscard]] TransferStats stats() const;
+    bool wait(TimePoint until, bool for_quiet = false) const {
+        std::unique_lock lock(mutex_);
+        return changed_.wait_until(lock, until,
+                                   [&] { return for_quiet ? is_quiet() : is_end(state()); });
+    }
+    [[nodiscard]] TransferStats stats() const { return locked(stats_); }
     /// Why the transfer failed; empty otherwise.
-    [[nodiscard]] std::string message() const;
+    [[nodiscard]] std::string message() const { return locked(message_); }
     /// The library's own error behind the message, if there was one.
-    [[nodiscard]] std::optional<NativeError> cause() const;
+    [[nodiscard]] std::optional<NativeError> cause() const { return locked(cause_); }
 
     /// Ask the agent's thread to end the transfer.
     void cancel() noexcept { cancel_.store(true); }
@@ -69,10 +165,32 @@ class Transfer : LiveCounted<Transfer> {
     }
     void start() noexcept { state_.store(State::kRunning, std::memory_order_release); }
     void end(State state, const std::string& message, const std::optional<NativeError>& cause,
-             Clock::duration total, bool quiet);
-    void become_quiet();
+             Clock::duration total, bool quiet) {
+        {
+            const std::lock_guard lock(mutex_);
+            stats_.total_ns = ns(total);
+            message_ = message;
+            cause_ = cause;
+            state_.store(state, std::memory_order_release);
+            quiet_.store(quiet, std::memory_order_release);
+        }
+        changed_.notify_all();
+    }
+    void become_quiet() {
+        {
+            const std::lock_guard lock(mutex_);
+            quiet_.store(true, std::memory_order_release);
+        }
+        changed_.notify_all();
+    }
 
   private:
+    template <class T>
+    [[nodiscard]] T locked(const T& member) const {
+        const std::lock_guard lock(mutex_);
+        return member;
+    }
+
     const std::uint64_t id_;
     const Op op_;
     const std::shared_ptr<Peer> peer_;

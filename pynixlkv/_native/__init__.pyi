@@ -1,7 +1,3 @@
-"""
-Native objects of pynixlkv. Private: the modules of the package are the public side.
-"""
-
 from __future__ import annotations
 
 import typing

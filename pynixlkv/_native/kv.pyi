@@ -1,7 +1,3 @@
-"""
-Geometries, plans, block tables.
-"""
-
 from __future__ import annotations
 
 import collections.abc

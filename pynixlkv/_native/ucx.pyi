@@ -1,7 +1,3 @@
-"""
-UCX's verbs.
-"""
-
 from __future__ import annotations
 
 import collections.abc
@@ -24,9 +20,6 @@ __all__: list[str] = [
 ]
 
 class Batch:
-    """
-    Pieces that move as one.
-    """
     def __init__(
         self,
         local: Memory,
@@ -40,19 +33,9 @@ class Batch:
     ) -> None: ...
     def wait(
         self, timeout: typing.SupportsFloat | typing.SupportsIndex = 30.0, *, spin: bool = False
-    ) -> None:
-        """
-        Move the pieces and wait for the last; of puts, until they are complete at the peer.
-
-        As `Request.wait`. After a timeout, call it again to go on; after a failure, no more are posted.
-        """
+    ) -> None: ...
     @property
-    def piece_times(self) -> numpy.typing.NDArray[numpy.float64]:
-        """
-        Seconds from the post of each piece to that of the next, or to the end; if timed.
-
-        With a window of 1 each is the duration of its piece.
-        """
+    def piece_times(self) -> numpy.typing.NDArray[numpy.float64]: ...
 
 class Context:
     def __init__(self, library: Library, config: collections.abc.Mapping[str, str]) -> None: ...
@@ -96,24 +79,10 @@ class RemoteKey:
     def is_direct(self, address: typing.SupportsInt | typing.SupportsIndex) -> bool: ...
 
 class Request:
-    """
-    A get, put or flush in flight.
-
-    When it is dropped before it has ended, it goes on, and its memory stays mapped until then.
-    """
-    def poll(self) -> bool:
-        """
-        Progress the worker; return whether the request is complete. Raises as `wait`.
-        """
+    def poll(self) -> bool: ...
     def wait(
         self, timeout: typing.SupportsFloat | typing.SupportsIndex = 30.0, *, spin: bool = False
-    ) -> None:
-        """
-        Wait until the request is complete, for at most `timeout` seconds.
-
-        With `spin`, poll without a pause for the lowest latency instead of sleeping on events. Raises
-        `TransferTimeout` if it is not complete in time, and `UcxError` if it has failed.
-        """
+    ) -> None: ...
 
 class Worker:
     def __init__(self, context: Context) -> None: ...

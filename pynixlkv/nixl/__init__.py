@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pynixlkv.nixl.agent import NixlAgent
-from pynixlkv.nixl.binding import (
+from pynixlkv.nixl.verbs import (
     Agent,
     AgentConfig,
     Backend,
@@ -11,11 +11,11 @@ from pynixlkv.nixl.binding import (
     PluginParams,
     PreparedList,
     Registration,
-    Request,
-    RequestState,
     ThreadSync,
     TransferCost,
     TransferTelemetry,
+    XferRequest,
+    XferState,
 )
 
 __all__ = [
@@ -27,9 +27,9 @@ __all__ = [
     "PluginParams",
     "PreparedList",
     "Registration",
-    "Request",
-    "RequestState",
     "ThreadSync",
     "TransferCost",
     "TransferTelemetry",
+    "XferRequest",
+    "XferState",
 ]

@@ -77,7 +77,7 @@ class nixl_prepped_dlist_handle(_Handle):
         self._agent.releasedDlistH(self._handle)
 
     def __del__(self) -> None:
-        if not getattr(self, "_released", True) and not self._agent.closed:
+        if not getattr(self, "_released", True) and not self._agent.is_closed:
             self.release()
 
 
@@ -94,39 +94,21 @@ class nixl_xfer_handle(_Handle):
         self._agent.releaseXferReq(self._handle)
 
     def __del__(self) -> None:
-        if not getattr(self, "_released", True) and not self._agent.closed:
+        if not getattr(self, "_released", True) and not self._agent.is_closed:
             self._agent._drop_request(self._handle)
 
 
 class nixl_thread_sync_t(Enum):
     """Locking inside NIXL."""
 
-    NIXL_THREAD_SYNC_NONE = nixlBind.NIXL_THREAD_SYNC_NONE
-    NIXL_THREAD_SYNC_STRICT = nixlBind.NIXL_THREAD_SYNC_STRICT
-    NIXL_THREAD_SYNC_RW = nixlBind.NIXL_THREAD_SYNC_RW
-    NIXL_THREAD_SYNC_DEFAULT = nixlBind.NIXL_THREAD_SYNC_DEFAULT
+    NIXL_THREAD_SYNC_NONE = nixlBind.nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE
+    NIXL_THREAD_SYNC_STRICT = nixlBind.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    NIXL_THREAD_SYNC_RW = nixlBind.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
+    NIXL_THREAD_SYNC_DEFAULT = nixlBind.nixl_thread_sync_t.NIXL_THREAD_SYNC_DEFAULT
 
 
 class nixl_agent_config:
-    """Configuration of an agent.
-
-    Parameters
-    ----------
-    enable_prog_thread : bool
-        Let a thread of NIXL serve peers while this process does something else.
-    enable_listen_thread : bool
-        Run NIXL's listener, for metadata that peers send and fetch.
-    listen_port : int
-        Port of the listener.
-    capture_telemetry : bool
-        Measure transfers, for `nixl_agent.get_xfer_telemetry`.
-    num_threads : int
-        Threads of each backend that takes such a number.
-    backends : sequence of str
-        Backends to create with the agent.
-    sync_mode : nixl_thread_sync_t, optional
-        Locking; without it, STRICT with a listener and NONE without one.
-    """
+    """Configuration of an agent."""
 
     def __init__(
         self,
@@ -152,17 +134,7 @@ class nixl_agent_config:
 
 
 class nixl_agent:
-    """An agent: it registers memory, knows peers, and moves bytes between their memory and its own.
-
-    Parameters
-    ----------
-    agent_name : str
-        Unique among the agents that talk to each other.
-    nixl_conf : nixl_agent_config, optional
-        Configuration.
-    instantiate_all : bool
-        Create every backend there is; for use without `nixl_conf`.
-    """
+    """An agent: registers memory, knows peers, and moves bytes between their memory and its own."""
 
     def __init__(
         self,
@@ -177,9 +149,9 @@ class nixl_agent:
         if conf.sync_mode is not None:
             sync = conf.sync_mode.value
         elif conf.enable_listen:
-            sync = nixlBind.NIXL_THREAD_SYNC_STRICT
+            sync = nixlBind.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         else:
-            sync = nixlBind.NIXL_THREAD_SYNC_NONE
+            sync = nixlBind.nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE
         raw = nixlBind.nixlAgentConfig()
         raw.useProgThread = conf.enable_pthread
         raw.useListenThread = conf.enable_listen
@@ -196,16 +168,18 @@ class nixl_agent:
         self.plugin_b_options: dict[str, dict[str, str]] = {}
         self.plugin_mem_types: dict[str, list[str]] = {}
         self.plugin_list = self.agent.getAvailPlugins()
+        mems = nixlBind.nixl_mem_t
         self.nixl_mems = {
-            "DRAM": nixlBind.DRAM_SEG,
-            "VRAM": nixlBind.VRAM_SEG,
-            "FILE": nixlBind.FILE_SEG,
-            "BLOCK": nixlBind.BLK_SEG,
-            "OBJ": nixlBind.OBJ_SEG,
-            "cpu": nixlBind.DRAM_SEG,
-            "cuda": nixlBind.VRAM_SEG,
+            "DRAM": mems.DRAM_SEG,
+            "VRAM": mems.VRAM_SEG,
+            "FILE": mems.FILE_SEG,
+            "BLOCK": mems.BLK_SEG,
+            "OBJ": mems.OBJ_SEG,
+            "cpu": mems.DRAM_SEG,
+            "cuda": mems.VRAM_SEG,
         }
-        self.nixl_ops = {"WRITE": nixlBind.NIXL_WRITE, "READ": nixlBind.NIXL_READ}
+        ops = nixlBind.nixl_xfer_op_t
+        self.nixl_ops = {"WRITE": ops.NIXL_WRITE, "READ": ops.NIXL_READ}
         for backend in self.plugin_list if instantiate_all else conf.backends:
             if backend not in self.plugin_list:
                 _logger.warning("backend %s is left out: NIXL has no such plugin", backend)
@@ -218,7 +192,6 @@ class nixl_agent:
     # ---- plugins and backends
 
     def get_plugin_list(self) -> list[str]:
-        """Return the names of the plugins."""
         return self.plugin_list
 
     def get_plugin_mem_types(self, backend: str) -> list[str]:
@@ -232,23 +205,12 @@ class nixl_agent:
         return self.plugin_b_options.get(backend, {})
 
     def get_backend_mem_types(self, backend: str) -> list[str]:
-        """Return the kinds of memory of a backend; empty if it was not created."""
         return self.backend_mems.get(backend, [])
 
     def get_backend_params(self, backend: str) -> dict[str, str]:
-        """Return the parameters of a backend; empty if it was not created."""
         return self.backend_options.get(backend, {})
 
     def create_backend(self, backend: str, initParams: dict[str, str] | None = None) -> None:
-        """Create a backend.
-
-        Parameters
-        ----------
-        backend : str
-            Name of its plugin.
-        initParams : dict of str to str, optional
-            Parameters other than the defaults.
-        """
         self.backends[backend] = self.agent.createBackend(backend, initParams or {})
         options, mems = self.agent.getBackendParams(self.backends[backend])
         self.backend_options[backend] = options
@@ -259,22 +221,7 @@ class nixl_agent:
     def register_memory(
         self, reg_list: Descs, mem_type: str | None = None, backends: Sequence[str] = ()
     ) -> nixlBind.nixlRegDList:
-        """Register memory.
-
-        Parameters
-        ----------
-        reg_list : object
-            Whatever `get_reg_descs` takes. Tensors are kept alive until they are deregistered.
-        mem_type : str, optional
-            Kind of memory, for tuples and arrays.
-        backends : sequence of str
-            Register with these only.
-
-        Returns
-        -------
-        nixlRegDList
-            What `deregister_memory` takes.
-        """
+        """Register memory."""
         descs = self._make_descs(nixlBind.nixlRegDList, 4, reg_list, mem_type)
         self.agent.registerMem(descs, self._numbers(backends))
         return descs
@@ -282,15 +229,6 @@ class nixl_agent:
     def deregister_memory(
         self, dereg_list: nixlBind.nixlRegDList, backends: Sequence[str] = ()
     ) -> None:
-        """Deregister memory.
-
-        Raises
-        ------
-        nixlNotFoundError
-            For a descriptor that is not registered, or not any more.
-        nixlNotAllowedError
-            While prepared lists or transfers use the memory.
-        """
         self.agent.deregisterMem(dereg_list, self._numbers(backends))
 
     def query_memory(
@@ -307,21 +245,7 @@ class nixl_agent:
     def get_xfer_descs(
         self, descs: Descs, mem_type: str | None = None
     ) -> nixlBind.nixlXferDList | None:
-        """Make a list of descriptors for transfers.
-
-        Parameters
-        ----------
-        descs : object
-            A contiguous tensor, a list of them on one device, a list of tuples of address, length
-            in bytes and device, an (n, 3) array of such, or a finished list.
-        mem_type : str, optional
-            Kind of memory, for tuples and arrays: "DRAM", "VRAM", "FILE", "BLOCK", "OBJ".
-
-        Returns
-        -------
-        nixlXferDList or None
-            None for anything else; why is logged.
-        """
+        """Make a list of descriptors for transfers."""
         try:
             return self._make_descs(nixlBind.nixlXferDList, 3, descs, mem_type)
         except _UnusableError as error:
@@ -331,21 +255,7 @@ class nixl_agent:
     def get_reg_descs(
         self, descs: Descs, mem_type: str | None = None
     ) -> nixlBind.nixlRegDList | None:
-        """Make a list of descriptors for registration.
-
-        Parameters
-        ----------
-        descs : object
-            As for `get_xfer_descs`, but that tuples have text or bytes for the backend as a fourth
-            element.
-        mem_type : str, optional
-            As for `get_xfer_descs`.
-
-        Returns
-        -------
-        nixlRegDList or None
-            None for anything else; why is logged.
-        """
+        """Make a list of descriptors for registration."""
         try:
             return self._make_descs(nixlBind.nixlRegDList, 4, descs, mem_type)
         except _UnusableError as error:
@@ -397,20 +307,7 @@ class nixl_agent:
         mem_type: str | None = None,
         backends: Sequence[str] = (),
     ) -> nixl_prepped_dlist_handle:
-        """Prepare descriptors, for transfers that choose from them by index.
-
-        Parameters
-        ----------
-        agent_name : str or bytes
-            "NIXL_INIT_AGENT" or "" for the local side, or the peer whose memory it is.
-        xfer_list : object
-            Whatever `get_xfer_descs` takes, or an (n, 5) array of address, length, device, stride
-            and count.
-        mem_type : str, optional
-            Kind of memory, for tuples and arrays.
-        backends : sequence of str
-            For these only.
-        """
+        """Prepare descriptors, for transfers that choose from them by index."""
         name = "" if agent_name in ("NIXL_INIT_AGENT", b"NIXL_INIT_AGENT") else agent_name
         numbers = self._numbers(backends)
         if isinstance(xfer_list, np.ndarray) and xfer_list.ndim == 2 and xfer_list.shape[1] == 5:
@@ -434,23 +331,6 @@ class nixl_agent:
         backends: Sequence[str] = (),
         skip_desc_merge: bool = False,
     ) -> nixl_xfer_handle:
-        """Make a transfer from prepared lists.
-
-        Parameters
-        ----------
-        operation : str
-            "READ" or "WRITE"; READ is remote to local.
-        local_xfer_side, remote_xfer_side : nixl_prepped_dlist_handle
-            Lists of this side and of the peer's.
-        local_indices, remote_indices : sequence or array of int, shape (n,)
-            What to move, by place in the lists.
-        notif_msg : bytes or str
-            Delivered to the peer after the last byte, if not empty.
-        backends : sequence of str
-            Choose from these only.
-        skip_desc_merge : bool
-            Do not let NIXL merge neighbours.
-        """
         op = self.nixl_ops[operation]
         handle = self.agent.makeXferReq(
             op,
@@ -473,19 +353,6 @@ class nixl_agent:
         notif_msg: Text = b"",
         backends: Sequence[str] = (),
     ) -> nixl_xfer_handle:
-        """Make a transfer from two lists of descriptors.
-
-        Parameters
-        ----------
-        operation : str
-            "READ" or "WRITE"; READ is remote to local.
-        local_descs, remote_descs : nixlXferDList
-            Descriptors of each side, paired by their place.
-        remote_agent : str or bytes
-            The other side.
-        notif_msg, backends
-            As for `make_prepped_xfer`.
-        """
         op = self.nixl_ops[operation]
         handle = self.agent.createXferReq(
             op, local_descs, remote_descs, remote_agent, notif_msg, self._numbers(backends)
@@ -493,51 +360,26 @@ class nixl_agent:
         return nixl_xfer_handle(self.agent, handle)
 
     def transfer(self, handle: nixl_xfer_handle, notif_msg: Text = b"") -> str:
-        """Start a transfer; returns "DONE" or "PROC".
-
-        Parameters
-        ----------
-        handle : nixl_xfer_handle
-            A transfer that is not running.
-        notif_msg : bytes or str
-            If not empty, instead of the message it was made with.
-
-        Raises
-        ------
-        nixlRemoteDisconnectError
-            If the connection to the peer is gone.
-        """
+        """Start a transfer; returns "DONE" or "PROC"."""
         return _state(self.agent.postXferReq(handle._handle, notif_msg))
 
     def check_xfer_state(self, handle: nixl_xfer_handle) -> str:
-        """Poll a transfer; returns "DONE" or "PROC".
-
-        Raises
-        ------
-        nixlNotPostedError
-            Before it is started.
-        nixlRemoteDisconnectError
-            If it has failed.
-        """
+        """Poll a transfer; returns "DONE" or "PROC"."""
         return _state(self.agent.getXferStatus(handle._handle))
 
     def estimate_xfer_cost(self, req_handle: nixl_xfer_handle) -> tuple[int, int, str]:
-        """Return the estimated duration and its margin in microseconds, and the method."""
         duration, margin, method = self.agent.estimateXferCost(req_handle._handle)
-        is_analytical = method == nixlBind.NIXL_COST_ANALYTICAL_BACKEND
+        is_analytical = method == nixlBind.nixl_cost_t.NIXL_COST_ANALYTICAL_BACKEND
         return duration, margin, "ANALYTICAL_BACKEND" if is_analytical else "UNKNOWN"
 
     def get_xfer_telemetry(self, handle: nixl_xfer_handle) -> nixlBind.nixlXferTelemetry:
-        """Return what was measured of a transfer that is done."""
         return self.agent.getXferTelemetry(handle._handle)
 
     def query_xfer_backend(self, handle: nixl_xfer_handle) -> str:
-        """Return the name of the backend of a transfer."""
         number = self.agent.queryXferBackend(handle._handle)
         return next(name for name, other in self.backends.items() if other == number)
 
     def release_xfer_handle(self, handle: nixl_xfer_handle) -> None:
-        """Release a transfer as `nixl_xfer_handle.release` does."""
         handle.release()
 
     def release_dlist_handle(self, handle: nixl_prepped_dlist_handle) -> None:
@@ -555,7 +397,6 @@ class nixl_agent:
     # ---- notifications
 
     def get_new_notifs(self, backends: Sequence[str] = ()) -> dict[str, list[bytes]]:
-        """Take the notifications that have arrived, by sender."""
         return self.agent.getNotifs({}, self._numbers(backends))
 
     def update_notifs(self, backends: Sequence[str] = ()) -> dict[str, list[bytes]]:
@@ -570,19 +411,6 @@ class nixl_agent:
         backends: Sequence[str] = (),
         tag_is_prefix: bool = True,
     ) -> bool:
-        """Look for a notification, and take it if it is there.
-
-        Parameters
-        ----------
-        remote_agent_name : str or bytes
-            The sender.
-        lookup_tag : bytes
-            How the message begins, or what is in it.
-        backends : sequence of str
-            Ask these only.
-        tag_is_prefix : bool
-            False to look for the tag anywhere in the message.
-        """
         messages = self.update_notifs(backends).get(nixlBind._as_text(remote_agent_name), [])
         for message in messages:
             if message.startswith(lookup_tag) if tag_is_prefix else lookup_tag in message:
@@ -600,11 +428,9 @@ class nixl_agent:
     # ---- metadata
 
     def make_connection(self, remote_agent: Text, backends: Sequence[str] = ()) -> None:
-        """Connect to a peer ahead of the first transfer."""
         self.agent.makeConnection(remote_agent, self._numbers(backends))
 
     def get_agent_metadata(self) -> bytes:
-        """Return what a peer must load to reach this agent and its registered memory."""
         return self.agent.getLocalMD()
 
     def get_partial_agent_metadata(
@@ -613,27 +439,10 @@ class nixl_agent:
         inc_conn_info: bool = False,
         backends: Sequence[str] = (),
     ) -> bytes:
-        """Return the metadata of some registered memory.
-
-        Parameters
-        ----------
-        descs : nixlRegDList
-            The memory, as it was registered; empty for the connection's metadata alone.
-        inc_conn_info : bool
-            Include the connection's.
-        backends : sequence of str
-            Of these only.
-        """
         return self.agent.getLocalPartialMD(descs, inc_conn_info, self._numbers(backends))
 
     def add_remote_agent(self, metadata: Text) -> bytes:
-        """Load a peer's metadata; returns the peer's name as bytes.
-
-        Raises
-        ------
-        nixlMismatchError
-            If it is damaged, this agent's own, or of another agent of a known name.
-        """
+        """Load a peer's metadata; returns the peer's name as bytes."""
         return self.agent.loadRemoteMD(metadata)
 
     def remove_remote_agent(self, agent: Text) -> None:
@@ -643,12 +452,11 @@ class nixl_agent:
     def check_remote_metadata(
         self, agent: Text, descs: nixlBind.nixlXferDList | None = None
     ) -> bool:
-        """Tell whether a peer is known and its metadata covers the descriptors."""
-        wanted = descs if descs is not None else nixlBind.nixlXferDList(nixlBind.DRAM_SEG)
-        return self.agent.checkRemoteMD(agent, wanted) == nixlBind.NIXL_SUCCESS
+        if descs is None:
+            descs = nixlBind.nixlXferDList(nixlBind.nixl_mem_t.DRAM_SEG)
+        return self.agent.checkRemoteMD(agent, descs) == nixlBind.nixl_status_t.NIXL_SUCCESS
 
     def send_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
-        """Send the metadata to a peer's listener, or to a metadata server without an address."""
         self.agent.sendLocalMD(ip_addr, port)
 
     def send_partial_agent_metadata(
@@ -660,17 +468,6 @@ class nixl_agent:
         port: int = DEFAULT_COMM_PORT,
         label: str = "",
     ) -> None:
-        """Send what `get_partial_agent_metadata` returns as `send_local_metadata` does.
-
-        Parameters
-        ----------
-        descs, inc_conn_info, backends
-            As for `get_partial_agent_metadata`.
-        ip_addr, port
-            As for `send_local_metadata`.
-        label : str
-            Must be empty: NIXL's C interface has no labels.
-        """
         self.agent.sendLocalPartialMD(
             descs, inc_conn_info, self._numbers(backends), ip_addr, port, label
         )
@@ -682,21 +479,10 @@ class nixl_agent:
         port: int = DEFAULT_COMM_PORT,
         label: str = "",
     ) -> None:
-        """Ask for a peer's metadata; poll `check_remote_metadata` to see it arrive.
-
-        Parameters
-        ----------
-        remote_agent : str or bytes
-            Its name.
-        ip_addr, port
-            Of its listener; without an address, a metadata server is asked.
-        label : str
-            Must be empty: NIXL's C interface has no labels.
-        """
+        """Ask for a peer's metadata; poll `check_remote_metadata` to see it arrive."""
         self.agent.fetchRemoteMD(remote_agent, ip_addr, port, label)
 
     def invalidate_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
-        """Withdraw the metadata from a peer's listener, or from a metadata server."""
         self.agent.invalidateLocalMD(ip_addr, port)
 
     # ---- private
@@ -740,7 +526,7 @@ class nixl_agent:
             raise _UnusableError("tensors must be contiguous")
         number = tensors[0].get_device()  # -1 is the host
         rows = [(t.data_ptr(), t.numel() * t.element_size(), max(0, number)) for t in tensors]
-        memory = nixlBind.DRAM_SEG if number == -1 else nixlBind.VRAM_SEG
+        memory = nixlBind.nixl_mem_t.DRAM_SEG if number == -1 else nixlBind.nixl_mem_t.VRAM_SEG
         descs = kind(memory, np.array(rows, dtype=np.uint64))
         descs._keepalive = tensors
         return descs
@@ -766,4 +552,4 @@ class _DescsUnpickler(pickle.Unpickler):
 
 
 def _state(status: nixlBind.nixl_status_t) -> str:
-    return "DONE" if status == nixlBind.NIXL_SUCCESS else "PROC"
+    return "DONE" if status == nixlBind.nixl_status_t.NIXL_SUCCESS else "PROC"

@@ -37,7 +37,7 @@ from pynixlkv.errors import (
     StateError,
     UnknownPeerError,
 )
-from pynixlkv.nixl import RequestState
+from pynixlkv.nixl import XferState
 from pynixlkv.types import MemoryType, Operation
 
 if TYPE_CHECKING:
@@ -118,32 +118,9 @@ class nixl_status_t(_NativeEnum):
     NIXL_ERR_NO_TELEMETRY = -12
 
 
-NIXL_THREAD_SYNC_NONE = nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE
-NIXL_THREAD_SYNC_STRICT = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-NIXL_THREAD_SYNC_RW = nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
-NIXL_THREAD_SYNC_DEFAULT = nixl_thread_sync_t.NIXL_THREAD_SYNC_DEFAULT
-DRAM_SEG = nixl_mem_t.DRAM_SEG
-VRAM_SEG = nixl_mem_t.VRAM_SEG
-BLK_SEG = nixl_mem_t.BLK_SEG
-OBJ_SEG = nixl_mem_t.OBJ_SEG
-FILE_SEG = nixl_mem_t.FILE_SEG
-NIXL_READ = nixl_xfer_op_t.NIXL_READ
-NIXL_WRITE = nixl_xfer_op_t.NIXL_WRITE
-NIXL_COST_ANALYTICAL_BACKEND = nixl_cost_t.NIXL_COST_ANALYTICAL_BACKEND
-NIXL_IN_PROG = nixl_status_t.NIXL_IN_PROG
-NIXL_SUCCESS = nixl_status_t.NIXL_SUCCESS
-NIXL_ERR_NOT_POSTED = nixl_status_t.NIXL_ERR_NOT_POSTED
-NIXL_ERR_INVALID_PARAM = nixl_status_t.NIXL_ERR_INVALID_PARAM
-NIXL_ERR_BACKEND = nixl_status_t.NIXL_ERR_BACKEND
-NIXL_ERR_NOT_FOUND = nixl_status_t.NIXL_ERR_NOT_FOUND
-NIXL_ERR_MISMATCH = nixl_status_t.NIXL_ERR_MISMATCH
-NIXL_ERR_NOT_ALLOWED = nixl_status_t.NIXL_ERR_NOT_ALLOWED
-NIXL_ERR_REPOST_ACTIVE = nixl_status_t.NIXL_ERR_REPOST_ACTIVE
-NIXL_ERR_UNKNOWN = nixl_status_t.NIXL_ERR_UNKNOWN
-NIXL_ERR_NOT_SUPPORTED = nixl_status_t.NIXL_ERR_NOT_SUPPORTED
-NIXL_ERR_REMOTE_DISCONNECT = nixl_status_t.NIXL_ERR_REMOTE_DISCONNECT
-NIXL_ERR_CANCELED = nixl_status_t.NIXL_ERR_CANCELED
-NIXL_ERR_NO_TELEMETRY = nixl_status_t.NIXL_ERR_NO_TELEMETRY
+# The members are names of the module too.
+for _enum in (nixl_thread_sync_t, nixl_mem_t, nixl_xfer_op_t, nixl_cost_t, nixl_status_t):
+    globals().update(_enum.__members__)
 
 
 # ---- exceptions
@@ -262,7 +239,7 @@ class _FieldReader:
         start = self.position + 8
         end = start + int.from_bytes(self._data[self.position : start], "little")
         if start > len(self._data) or end > len(self._data):
-            self._fail(f"field {tag!r} is longer than what is left")
+            self._fail(f"field {tag!r} is longer than the rest")
         self.position = end
         self._expect(b"|")
         return self._data[start:end]
@@ -377,24 +354,19 @@ class _DescList:
 
     @classmethod
     def _extra(cls, desc: tuple[Any, ...]) -> object:
-        """Return what a descriptor has besides address, length and device."""
         return desc[3:]
 
     @property
     def rows(self) -> Rows:
-        """Address, length and device of each descriptor, shape (n, 3)."""
         return self._rows[: self._count]
 
     def getType(self) -> nixl_mem_t:
-        """Return the kind of memory."""
         return self._type
 
     def descCount(self) -> int:
-        """Return the number of descriptors."""
         return self._count
 
     def isEmpty(self) -> bool:
-        """Tell whether there are none."""
         return self._count == 0
 
     def __eq__(self, other: object) -> bool:
@@ -417,12 +389,11 @@ class _DescList:
         self._extras[index] = self._extra(desc)
 
     def addDesc(self, desc: tuple[Any, ...]) -> None:
-        """Append a descriptor."""
         self._check(desc)
         row = _as_rows([desc])
         if self._count == len(self._rows):
-            room = np.empty((max(8, self._count), 3), dtype=np.uint64)
-            self._rows = np.concatenate([self._rows, room])
+            spare = np.empty((max(8, self._count), 3), dtype=np.uint64)
+            self._rows = np.concatenate([self._rows, spare])
         self._rows[self._count] = row[0]
         self._extras.append(self._extra(desc))
         self._count += 1
@@ -430,13 +401,6 @@ class _DescList:
     append = addDesc
 
     def index(self, desc: tuple[Any, ...]) -> int:
-        """Return the place of a descriptor.
-
-        Raises
-        ------
-        nixlNotFoundError
-            If it is not in the list.
-        """
         self._check(desc)
         for place in np.flatnonzero((self.rows == _as_rows([desc])).all(axis=1)):
             if self._extras[place] == self._extra(desc):
@@ -444,19 +408,16 @@ class _DescList:
         raise nixlNotFoundError(f"{desc!r} is not in the list of {self._count} descriptors")
 
     def remDesc(self, index: int) -> None:
-        """Remove the descriptor at a place."""
         place = self._index(index)
         self._rows = np.delete(self.rows, place, axis=0)
         del self._extras[place]
         self._count -= 1
 
     def clear(self) -> None:
-        """Remove all descriptors."""
         self._count = 0
         self._extras.clear()
 
     def print(self) -> None:
-        """Print the list."""
         print(repr(self))  # noqa: T201
 
     def __repr__(self) -> str:
@@ -498,7 +459,6 @@ class nixlRegDList(_DescList):
         return _as_bytes(desc[3], "the fourth element of a descriptor")
 
     def trim(self) -> nixlXferDList:
-        """Return the same descriptors for a transfer."""
         return nixlXferDList(self._type, self.rows)
 
     def __getstate__(self) -> bytes:
@@ -576,7 +536,7 @@ class nixlAgentConfig:
         useProgThread: bool = False,
         useListenThread: bool = False,
         listenPort: int = DEFAULT_COMM_PORT,
-        syncMode: nixl_thread_sync_t = NIXL_THREAD_SYNC_DEFAULT,
+        syncMode: nixl_thread_sync_t = nixl_thread_sync_t.NIXL_THREAD_SYNC_DEFAULT,
         num_workers: int = 1,  # noqa: ARG002 - which NIXL does not use either
         pthrDelay: int = 0,
         lthrDelay: int = 100_000,
@@ -611,7 +571,7 @@ class nixlAgent:
         self._numbers = itertools.count(1)
         self._backends: dict[int, nixl.Backend] = {}
         self._prepared: dict[int, nixl.PreparedList] = {}
-        self._requests: dict[int, nixl.Request] = {}
+        self._requests: dict[int, nixl.XferRequest] = {}
         self._registrations: dict[_RegistrationKey, list[nixl.Registration]] = {}
         self._unwanted: set[int] = set()
         self._books = threading.Lock()  # of the registrations
@@ -621,31 +581,26 @@ class nixlAgent:
         )
 
     @property
-    def closed(self) -> bool:
-        """Whether it was closed, as it is when nobody holds it any more."""
-        return self._agent.closed
+    def is_closed(self) -> bool:
+        return self._agent.is_closed
 
     # -- plugins and backends
 
     @_raises_nixl()
     def getAvailPlugins(self) -> list[str]:
-        """Return the names of the plugins."""
         return self._agent.get_available_plugins()
 
     @_raises_nixl()
     def getPluginParams(self, plugin: str) -> tuple[dict[str, str], list[str]]:
-        """Return parameters and kinds of memory of a plugin."""
         self._require_plugin(plugin)
         return _info(self._agent.get_plugin_params(plugin))
 
     @_raises_nixl()
     def getBackendParams(self, backend: int) -> tuple[dict[str, str], list[str]]:
-        """Return parameters and kinds of memory of a backend."""
         return _info(self._agent.get_backend_params(self._backend(backend)))
 
     @_raises_nixl(state=nixlInvalidParamError)
     def createBackend(self, plugin: str, params: Mapping[str, str]) -> int:
-        """Create a backend."""
         self._require_plugin(plugin)
         return self._number(self._backends, self._agent.create_backend(plugin, params))
 
@@ -680,7 +635,7 @@ class nixlAgent:
                 for key in reversed(done):
                     self._deregister(key)
                 raise
-        return NIXL_SUCCESS
+        return nixl_status_t.NIXL_SUCCESS
 
     @_raises_nixl()
     def deregisterMem(self, descs: nixlRegDList, backends: Sequence[int] = ()) -> nixl_status_t:
@@ -702,11 +657,10 @@ class nixlAgent:
                     )
             for key in keys:
                 self._deregister(key)
-        return NIXL_SUCCESS
+        return nixl_status_t.NIXL_SUCCESS
 
     @_raises_nixl()
     def queryMem(self, descs: nixlRegDList, backend: int) -> list[dict[str, str] | None]:
-        """Ask a storage backend about files or objects."""
         _require(descs, nixlRegDList)
         if descs.isEmpty():
             return []
@@ -721,20 +675,17 @@ class nixlAgent:
 
     @_raises_nixl()
     def makeConnection(self, peer: Text, backends: Sequence[int] = ()) -> nixl_status_t:
-        """Connect ahead of the first transfer."""
         self._agent.make_connection(_as_text(peer), backends=self._chosen(backends))
-        return NIXL_SUCCESS
+        return nixl_status_t.NIXL_SUCCESS
 
     @_raises_nixl()
     def getLocalMD(self) -> bytes:
-        """Return the metadata that peers load."""
         return self._agent.get_local_md()
 
     @_raises_nixl()
     def getLocalPartialMD(
         self, descs: nixlRegDList, inc_conn_info: bool = False, backends: Sequence[int] = ()
     ) -> bytes:
-        """Return the metadata of some memory, with or without the connection's."""
         _require(descs, nixlRegDList)
         chosen = self._chosen(backends)
         connection = self._agent.get_local_partial_md(backends=chosen)
@@ -747,9 +698,8 @@ class nixlAgent:
 
     @_raises_nixl(backend=nixlMismatchError)
     def loadRemoteMD(self, metadata: Text) -> bytes:
-        """Load a peer's metadata and return its name as bytes."""
         data = _as_bytes(metadata, "metadata")
-        _FieldReader(data).take(b"Agent")  # says what is wrong with bytes that are no metadata
+        _FieldReader(data).take(b"Agent")  # names the fault if they are no metadata
         return self._agent.load_remote_md(data).encode()
 
     @_raises_nixl()
@@ -758,19 +708,17 @@ class nixlAgent:
         try:
             self._agent.invalidate_remote_md(_as_text(peer))
         except UnknownPeerError:
-            return NIXL_ERR_NOT_FOUND
-        return NIXL_SUCCESS
+            return nixl_status_t.NIXL_ERR_NOT_FOUND
+        return nixl_status_t.NIXL_SUCCESS
 
     @_raises_nixl()
     def checkRemoteMD(self, peer: Text, descs: nixlXferDList) -> nixl_status_t:
-        """Tell whether a peer is known and its metadata covers the descriptors."""
         _require(descs, nixlXferDList)
         known = self._agent.check_remote_md(_as_text(peer), descs.rows, MemoryType(descs.getType()))
-        return NIXL_SUCCESS if known else NIXL_ERR_NOT_FOUND
+        return nixl_status_t.NIXL_SUCCESS if known else nixl_status_t.NIXL_ERR_NOT_FOUND
 
     @_raises_nixl()
     def sendLocalMD(self, ip_addr: str = "", port: int = 0) -> None:
-        """Send the metadata to a listener or a metadata server."""
         self._agent.send_local_md(ip_addr, port)
 
     @_raises_nixl()
@@ -783,7 +731,6 @@ class nixlAgent:
         port: int = 0,
         label: str = "",
     ) -> None:
-        """Send the metadata of some memory; with the connection's ahead of it if asked."""
         _require(descs, nixlRegDList)
         _require_no_label(label)
         chosen = self._chosen(backends)
@@ -797,18 +744,16 @@ class nixlAgent:
     def fetchRemoteMD(
         self, remote_agent: Text, ip_addr: str = "", port: int = 0, label: str = ""
     ) -> None:
-        """Ask a listener or a metadata server for a peer's metadata."""
         _require_no_label(label)
         self._agent.fetch_remote_md(_as_text(remote_agent), ip_addr, port)
 
     @_raises_nixl()
     def invalidateLocalMD(self, ip_addr: str = "", port: int = 0) -> None:
-        """Withdraw the metadata from a listener or a metadata server."""
         self._agent.invalidate_local_md(ip_addr, port)
 
     # -- transfers
 
-    # All else has been checked: memory that no backend knows is what is left for NIXL to refuse.
+    # Everything else has been checked, so NIXL can only refuse memory that no backend knows.
     @_raises_nixl(backend=nixlNotFoundError)
     def prepXferDlist(
         self,
@@ -852,7 +797,6 @@ class nixlAgent:
         backend: Sequence[int] = (),
         skip_desc_merg: bool = False,
     ) -> int:
-        """Make a transfer from prepared lists."""
         request = self._agent.make_xfer_req(
             Operation(operation),
             self._prepared_list(local_side),
@@ -875,7 +819,6 @@ class nixlAgent:
         notif_msg: Text = "",
         backend: Sequence[int] = (),
     ) -> int:
-        """Make a transfer from descriptors."""
         _require(local_descs, nixlXferDList)
         _require(remote_descs, nixlXferDList)
         request = self._agent.create_xfer_req(
@@ -892,7 +835,6 @@ class nixlAgent:
 
     @_raises_nixl()
     def estimateXferCost(self, req_handle: int) -> tuple[int, int, nixl_cost_t]:
-        """Return duration and margin in microseconds, and how they were estimated."""
         cost = self._agent.estimate_xfer_cost(self._request(req_handle))
         return cost.duration_us, cost.margin_us, nixl_cost_t(cost.method)
 
@@ -904,21 +846,21 @@ class nixlAgent:
 
     @_raises_nixl(backend=nixlRemoteDisconnectError)
     def getXferStatus(self, reqh: int) -> nixl_status_t:
-        """Poll a transfer."""
         request = self._request(reqh)
         state = self._agent.get_xfer_status(request)
-        if state == RequestState.NOT_POSTED:
+        if state == XferState.NOT_POSTED:
             raise nixlNotPostedError(f"{request!r} has not been posted")
         return _status(state)
 
     @_raises_nixl(state=nixlNotPostedError)
     def getXferTelemetry(self, reqh: int) -> nixlXferTelemetry:
-        """Return what was measured of a transfer that is done."""
-        return nixlXferTelemetry(*self._agent.get_xfer_telemetry(self._request(reqh)))
+        t = self._agent.get_xfer_telemetry(self._request(reqh))
+        return nixlXferTelemetry(
+            t.start_us, t.post_us, t.transfer_us, t.num_bytes, t.num_descriptors
+        )
 
     @_raises_nixl()
     def queryXferBackend(self, reqh: int) -> int:
-        """Return the backend of a transfer."""
         chosen = self._agent.query_xfer_backend(self._request(reqh))
         return next(number for number, backend in self._backends.items() if backend is chosen)
 
@@ -929,7 +871,7 @@ class nixlAgent:
         One that runs is refused: its bytes still move, whatever is done with the handle.
         """
         request = self._request(reqh)
-        if request.state == RequestState.PENDING and self._is_running(request):
+        if request.state == XferState.PENDING and self._is_running(request):
             raise nixlNotAllowedError(
                 f"{request!r} is running and cannot be cancelled; its memory stays in use. Poll it "
                 "until it ends, then release it"
@@ -937,7 +879,7 @@ class nixlAgent:
         self._agent.release_xfer_req(request)
         self._requests.pop(reqh, None)
         self._release_unwanted()
-        return NIXL_SUCCESS
+        return nixl_status_t.NIXL_SUCCESS
 
     @_raises_nixl()
     def releasedDlistH(self, handle: int) -> nixl_status_t:
@@ -945,7 +887,7 @@ class nixlAgent:
         self._prepared_list(handle)
         self._unwanted.add(handle)
         self._release_unwanted()
-        return NIXL_SUCCESS
+        return nixl_status_t.NIXL_SUCCESS
 
     # -- notifications
 
@@ -963,11 +905,10 @@ class nixlAgent:
     def genNotif(
         self, remote_agent: Text, msg: Text, backends: Sequence[int] = ()
     ) -> nixl_status_t:
-        """Send a notification by itself."""
         self._agent.gen_notif(
             _as_text(remote_agent), _as_bytes(msg, "msg"), backends=self._chosen(backends)
         )
-        return NIXL_SUCCESS
+        return nixl_status_t.NIXL_SUCCESS
 
     # -- memory views
 
@@ -976,19 +917,17 @@ class nixlAgent:
         dlist: nixlXferDList | nixlRemoteDList,  # noqa: ARG002
         backends: Sequence[int] = (),  # noqa: ARG002
     ) -> int:
-        """Refuse: views for GPU code are not offered."""
         raise nixlNotSupportedError(
             "memory views for GPU code are not offered (HAVE_UCX_GPU_DEVICE_API is False)"
         )
 
     def releaseMemView(self, mvh: int) -> None:
-        """Refuse: there are no views."""
         raise nixlInvalidParamError(f"there is no memory view {mvh}; none can be made")
 
     # -- private
 
     def _drop_request(self, number: int) -> None:
-        """Release a transfer that nobody holds; one that runs is parked until it has ended."""
+        """Release a dropped transfer; a running one is quarantined until it has ended."""
         self._agent.release_xfer_req(self._requests.pop(number))
         self._release_unwanted()
 
@@ -1003,7 +942,7 @@ class nixlAgent:
     def _prepared_list(self, number: int) -> nixl.PreparedList:
         return _find(self._prepared, 0 if number in self._unwanted else number, "prepared list")
 
-    def _request(self, number: int) -> nixl.Request:
+    def _request(self, number: int) -> nixl.XferRequest:
         return _find(self._requests, number, "transfer")
 
     def _chosen(self, backends: Sequence[int]) -> list[nixl.Backend]:
@@ -1014,9 +953,9 @@ class nixlAgent:
         if plugin not in plugins:
             raise nixlNotFoundError(f"there is no plugin {plugin!r}; NIXL has {plugins}")
 
-    def _is_running(self, request: nixl.Request) -> bool:
+    def _is_running(self, request: nixl.XferRequest) -> bool:
         try:
-            return self._agent.get_xfer_status(request) == RequestState.PENDING
+            return self._agent.get_xfer_status(request) == XferState.PENDING
         except PynixlkvError:
             return False  # it has failed, and so ended
 
@@ -1029,7 +968,7 @@ class nixlAgent:
             known.pop()
 
     def _release_unwanted(self) -> None:
-        """Release the lists that nobody wants, but for those that transfers were made from."""
+        """Release the unwanted lists that no transfer uses."""
         for number in list(self._unwanted):
             prepared = self._prepared.get(number)
             try:
@@ -1105,8 +1044,8 @@ def _as_bytes(value: object, what: str) -> bytes:
     raise TypeError(f"{what} must be bytes or str, not {value!r}")
 
 
-def _status(state: RequestState) -> nixl_status_t:
-    return NIXL_SUCCESS if state == RequestState.DONE else NIXL_IN_PROG
+def _status(state: XferState) -> nixl_status_t:
+    return nixl_status_t.NIXL_SUCCESS if state == XferState.DONE else nixl_status_t.NIXL_IN_PROG
 
 
 def _info(info: nixl.PluginParams) -> tuple[dict[str, str], list[str]]:

@@ -56,21 +56,9 @@ class _Finder(MetaPathFinder, Loader):
 def install(name: str = "nixl") -> None:
     """Make ``import nixl``, and of its modules, give what this package offers.
 
-    Parameters
-    ----------
-    name : str
-        Top-level name to take, for programs that import another than ``nixl``
-        (``nixl_cu12``, ``nixl_rocm``).
-
-    Raises
-    ------
-    StateError
-        If NIXL's own package of that name has been imported in this process.
-
-    Notes
-    -----
-    A second call does nothing. It acts on this process only: a program that spawns others has to
-    call it in each, or set ``PYNIXLKV_NIXL_API=1`` where the program loads vLLM's plugins.
+    `name` is the top-level name to take (``nixl``, ``nixl_cu12``, ``nixl_rocm``). Acts on this
+    process only; a second call does nothing. Raises `StateError` if NIXL's own package of that
+    name has been imported.
     """
     if any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
         return
@@ -83,19 +71,7 @@ def install(name: str = "nixl") -> None:
 
 
 def install_if_asked() -> None:
-    """Call `install` if the environment variable ``PYNIXLKV_NIXL_API`` is 1.
-
-    Raises
-    ------
-    ConfigError
-        If it is neither 0 nor 1.
-    StateError
-        As `install` does.
-
-    Notes
-    -----
-    vLLM calls this in each of its processes, as a plugin of the group ``vllm.general_plugins``.
-    """
+    """Call `install` if ``PYNIXLKV_NIXL_API`` is 1, as a plugin of ``vllm.general_plugins``."""
     value = os.environ.get(VARIABLE, "0")
     if value not in ("0", "1"):
         raise ConfigError(f"{VARIABLE} is {value!r}; it must be 1 to be used, or 0")

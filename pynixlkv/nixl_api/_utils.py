@@ -29,12 +29,6 @@ def ba_buf(address: int, size: int) -> None:
 
 
 def verify_transfer(address1: int, address2: int, size: int) -> None:
-    """Compare memory.
-
-    Raises
-    ------
-    AssertionError
-        If it differs.
-    """
+    """Compare memory."""
     if ctypes.string_at(address1, size) != ctypes.string_at(address2, size):
         raise AssertionError(f"{size} bytes at {address1:#x} and {address2:#x} differ")

@@ -184,7 +184,7 @@ class AgentConformance:
         assert result.batches > 1
         assert result.bytes == size
 
-    def test_b084_nothing_to_move_is_done_and_nothing_to_register_is_refused(
+    def test_nothing_to_move_is_done_and_nothing_to_register_is_refused(
         self, local: _Local
     ) -> None:
         with pytest.raises(ConfigError, match="no bytes"):
@@ -246,7 +246,7 @@ class AgentConformance:
         assert agent.wait_activity(count, WAIT_S) > count
         caller.join()
 
-    def test_b096_the_same_blocks_may_be_read_and_written_at_once(self, local: _Local) -> None:
+    def test_the_same_blocks_may_be_read_and_written_at_once(self, local: _Local) -> None:
         rounds = 100
         plan, errors = local.plan(), list[BaseException]()
         local.pool.fill(1)
@@ -271,7 +271,7 @@ class AgentConformance:
         # Both sides had the same bytes, so whatever won has changed nothing.
         assert np.array_equal(local.remote_content(), local.pool.bytes)
 
-    def test_b112_a_notification_of_the_limit_arrives_whole_and_one_more_byte_is_refused(
+    def test_a_notification_of_the_limit_arrives_whole_and_one_more_byte_is_refused(
         self, local: _Local
     ) -> None:
         largest = np.random.default_rng(0).bytes(MAX_NOTIFICATION_BYTES)
@@ -284,7 +284,7 @@ class AgentConformance:
 
     # ---- refused before anything moves
 
-    def test_b085_lengths_that_differ(self, local: _Local) -> None:
+    def test_lengths_that_differ(self, local: _Local) -> None:
         spans = [(i * 8192, 4096) for i in range(8)]
         ours = rows(local.pool.address, *spans)
         theirs = rows(local.remote.address(), *spans)
@@ -342,7 +342,7 @@ class AgentConformance:
 
     # ---- memory
 
-    def test_b068_registering_twice_and_deregistering_twice(self, local: _Local) -> None:
+    def test_registering_twice_and_deregistering_twice(self, local: _Local) -> None:
         with pytest.raises(AlreadyRegisteredError):
             local.agent.register(local.pool.cache)
         with pytest.raises(AlreadyRegisteredError):
@@ -365,7 +365,7 @@ class AgentConformance:
         with pytest.raises(LayoutError):
             local.agent.register("text")
 
-    def test_b076_registered_memory_outlives_its_last_name(self, local: _Local) -> None:
+    def test_registered_memory_outlives_its_last_name(self, local: _Local) -> None:
         array = np.full(4096, 7, dtype=np.uint8)
         address = int(array.__array_interface__["data"][0])
         references = sys.getrefcount(array)
@@ -379,7 +379,7 @@ class AgentConformance:
         assert (local.remote_content()[:4096] == 7).all()
         registration.close()
 
-    def test_b074_memory_that_the_peer_registers_later(self, local: _Local) -> None:
+    def test_memory_that_the_peer_registers_later(self, local: _Local) -> None:
         more = local.remote.register_more(4096, 13)
         ours, theirs = rows(local.pool.address, (0, 4096)), rows(more, (0, 4096))
         local.pool.fill(6)
@@ -446,7 +446,7 @@ class AgentConformance:
         with pytest.raises(PeerLostError):
             local.agent.read(local.peer, local.plan(), [0], [0]).wait(WAIT_S)
 
-    def test_b086_a_live_double_is_refused(
+    def test_a_live_double_is_refused(
         self, local: _Local, make_agent: Callable[[str], Agent]
     ) -> None:
         class Double(type(local.agent)):  # type: ignore[misc]
@@ -460,7 +460,7 @@ class AgentConformance:
             local.agent.connect(double.hello())
         local.agent.read(local.peer, local.plan(), [0], [0]).wait(WAIT_S)
 
-    def test_b073_a_disconnected_generation_is_stale(self, local: _Local) -> None:
+    def test_a_disconnected_generation_is_stale(self, local: _Local) -> None:
         old = local.peer
         local.agent.disconnect(old)
         with pytest.raises(StalePeerError):
@@ -494,7 +494,7 @@ class AgentConformance:
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
     @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-    def test_b089_use_after_fork_raises(self, local: _Local) -> None:
+    def test_use_after_fork_raises(self, local: _Local) -> None:
         pid = os.fork()
         if pid == 0:
             status = 1
@@ -549,7 +549,7 @@ class AgentConformance:
             for i in range(32):
                 assert np.array_equal(local.pool.block(i), there.block(63 - i))
 
-    def test_b087_threads_pull_while_notifications_are_drained(self, local: _Local) -> None:
+    def test_threads_pull_while_notifications_are_drained(self, local: _Local) -> None:
         local.remote.fill(3)
         each, threads = 100, 4
         plan = local.plan()
@@ -635,7 +635,7 @@ class HungPeerConformance(AgentConformance):
         assert transfer.wait_quiet(WAIT_S)
         assert transfer.state is TransferState.CANCELLED
 
-    def test_b104_a_killed_peer_ends_what_runs_and_comes_back_as_a_new_generation(
+    def test_a_killed_peer_ends_what_runs_and_comes_back_as_a_new_generation(
         self, local: _Local
     ) -> None:
         transfer = self.stuck(local, timeout=30.0)

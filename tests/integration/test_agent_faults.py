@@ -1,4 +1,4 @@
-"""What happens to transfers when processes die, hang, or lie; real engines, real processes."""
+"""Transfers when processes die, hang, or lie; real transfer backends, real processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pynixlkv.testing.contents import random_bytes
 from pynixlkv.testing.remote import Pool, ProcessRemote
 from pynixlkv.ucx import UcxAgent
 
-ENGINES = {
+BACKENDS = {
     "nixl, same-host copies": NixlAgent,
     "nixl, tcp": functools.partial(NixlAgent, backend_params={"engine_config": "TLS=tcp"}),
     "ucx, same-host copies": UcxAgent,
@@ -31,7 +31,7 @@ GUARD = 4096
 SIZE = 32 << 20
 
 
-@pytest.fixture(params=list(ENGINES.values()), ids=list(ENGINES))
+@pytest.fixture(params=list(BACKENDS.values()), ids=list(BACKENDS))
 def make(request):
     return request.param
 
@@ -96,8 +96,8 @@ def test_a_peer_killed_at_random_moments_never_gives_wrong_bytes(remote, make):
     "make",
     # Over TCP, UCX may end the process that is read, and NixlAgent cannot keep it from that; see
     # "An owner's life over TCP" in docs/concepts/libraries.md.
-    [engine for name, engine in ENGINES.items() if name != "nixl, tcp"],
-    ids=[name for name in ENGINES if name != "nixl, tcp"],
+    [make for name, make in BACKENDS.items() if name != "nixl, tcp"],
+    ids=[name for name in BACKENDS if name != "nixl, tcp"],
 )
 def test_a_killed_reader_does_not_harm_the_one_that_is_read(remote, make):
     theirs = remote.register_more(SIZE, 22)
@@ -129,7 +129,7 @@ class _Spy:
         return getattr(self._native, name)
 
 
-def test_no_mutated_hello_reaches_the_engine(make):
+def test_no_mutated_hello_reaches_the_library(make):
     rng = random.Random(11)
     with (
         make("a") as a,
@@ -182,7 +182,7 @@ def test_ten_thousand_transfers_leave_nothing_behind(remote, make):
     # That nothing native is left is checked after every test.
 
 
-@pytest.mark.parametrize("make", [ENGINES["nixl, tcp"], ENGINES["ucx, tcp"]], ids=["nixl", "ucx"])
+@pytest.mark.parametrize("make", [BACKENDS["nixl, tcp"], BACKENDS["ucx, tcp"]], ids=["nixl", "ucx"])
 def test_an_agent_dropped_with_a_hung_transfer_keeps_its_memory_until_quiet(make):
     remote = ProcessRemote(make)
     try:

@@ -37,14 +37,14 @@ def run_python(code, **env):
 
 SELF_TRANSFER = """
 import numpy
-from pynixlkv.nixl import Agent, RequestState
+from pynixlkv.nixl import Agent, XferState
 with Agent("a") as agent:
     agent.create_backend("UCX")
     source, target = numpy.arange(64, dtype=numpy.uint8), numpy.zeros(64, numpy.uint8)
     s, t = agent.register_buffers(source), agent.register_buffers(target)
     request = agent.create_xfer_req("WRITE", s.descriptors, t.descriptors, "a")
     state = agent.post_xfer_req(request)
-    while state == RequestState.PENDING:
+    while state == XferState.PENDING:
         state = agent.get_xfer_status(request)
     assert (source == target).all()
 """

@@ -1,4 +1,4 @@
-"""`NixlAgent` beyond what the conformance suite asks of every engine."""
+"""`NixlAgent` beyond the conformance suite."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def test_prepared_rows_do_not_keep_memory_registered(pair):
         assert not a.read(peer, plan, [5, 1], [9, 2]).wait(60.0).prepared
 
 
-def test_another_engine_or_release_is_refused(pair, monkeypatch):
+def test_another_transfer_backend_or_release_is_refused(pair, monkeypatch):
     (a, _, _), (b, _, _) = pair
     with FakeAgent("fake", FakeNetwork()) as fake:
         hello = fake.hello()
-    with pytest.raises(HandshakeError, match=r"'fake' engine.*'nixl'"):
+    with pytest.raises(HandshakeError, match=r"transfer backend 'fake'.*'nixl'"):
         a.connect(hello)
-    monkeypatch.setattr(b, "_engine_version", "0.9.0")
+    monkeypatch.setattr(b, "_backend_version", "0.9.0")
     with pytest.raises(ProtocolVersionError, match=r"nixl 0\.9\.0") as caught:
         a.connect(b.hello())
     assert caught.value.remote_version == "0.9.0"
@@ -116,14 +116,14 @@ def test_memory_that_the_backend_does_not_move():
         assert agent.registrations == ()
 
 
-def test_b091_the_registration_cache_is_bounded_unless_the_user_says_otherwise():
+def test_the_registration_cache_is_bounded_unless_the_user_says_otherwise():
     with NixlAgent("a") as agent:
         assert "RCACHE_MAX_UNRELEASED=1024" in agent.backend_params["engine_config"]
     with NixlAgent("a", backend_params={"engine_config": ""}) as agent:
         assert agent.backend_params["engine_config"] == ""
 
 
-def test_b092_no_usable_transport_names_ucx_tls(monkeypatch):
+def test_no_usable_transport_names_ucx_tls(monkeypatch):
     monkeypatch.setenv("UCX_TLS", "self")
     with pytest.raises(NixlError, match="UCX_TLS"):
         NixlAgent("x")

@@ -717,7 +717,7 @@ def test_bytes_move_between_both_packages(monkeypatch, start_peer, api, target, 
 
 
 @pytest.mark.parametrize("params", [None, TCP], ids=["default", "tcp"])
-def test_b046_a_killed_peer_is_a_lost_connection(start_peer, api, params):
+def test_a_killed_peer_is_a_lost_connection(start_peer, api, params):
     peer, agent, area, _, descs = reach(start_peer, api, api.which, params)
     remote = agent.prep_xfer_dlist("target", [descs[0][:3]], "DRAM")
     local = agent.prep_xfer_dlist("", [(area.inside.ctypes.data, area.inside.nbytes, 0)], "DRAM")
@@ -745,7 +745,7 @@ def test_b046_a_killed_peer_is_a_lost_connection(start_peer, api, params):
 # ---- ours only: what NIXL's package does not survive
 
 
-def test_b068_registrations_are_counted(ours):
+def test_registrations_are_counted(ours):
     agent = make(ours, "a")
     area = Area(BLOCK, 1)
     memory = [(area.inside.ctypes.data, BLOCK, 0, "")]
@@ -770,7 +770,7 @@ def test_registering_is_all_or_none(ours):
         agent.prep_xfer_dlist("", [good], "DRAM")
 
 
-def test_b070_handles_after_their_release(ours):
+def test_handles_after_their_release(ours):
     a, b = connect(ours)
     local = a.agent.prep_xfer_dlist("", tuples(a.area, [0]), "DRAM")
     remote = a.agent.prep_xfer_dlist("b", tuples(b.area, [0]), "DRAM")
@@ -802,7 +802,7 @@ def test_a_list_may_be_released_before_its_transfers(ours):
     a.agent.deregister_memory(a.registered)
 
 
-def test_b076_tensors_live_until_they_are_deregistered(ours, torch):
+def test_tensors_live_until_they_are_deregistered(ours, torch):
     agent = make(ours, "a")
     tensor = torch.zeros(BLOCK, dtype=torch.uint8)
     free = sys.getrefcount(tensor)
@@ -815,7 +815,7 @@ def test_b076_tensors_live_until_they_are_deregistered(ours, torch):
     assert sys.getrefcount(tensor) == free
 
 
-def test_b082_lists_end_where_they_end(ours):
+def test_lists_end_where_they_end(ours):
     bindings = ours.bindings
     descs = bindings.nixlXferDList(bindings.DRAM_SEG, [(1, 2, 3), (4, 5, 6)])
     assert list(descs) == [(1, 2, 3), (4, 5, 6)]  # NIXL's goes on into stray memory
@@ -831,7 +831,7 @@ def test_b082_lists_end_where_they_end(ours):
             bindings.nixlXferDList(bindings.DRAM_SEG, bad)
 
 
-def test_b086_another_agent_of_a_known_name(ours):
+def test_another_agent_of_a_known_name(ours):
     a, _b = connect(ours)
     other = make(ours, "b")
     with pytest.raises(ours.bindings.nixlMismatchError):
@@ -846,7 +846,7 @@ class Evil:
         return os.mkdir, (self.path,)
 
 
-def test_b063_a_pickle_from_a_peer_runs_nothing(ours, tmp_path):
+def test_a_pickle_from_a_peer_runs_nothing(ours, tmp_path):
     agent = ours.nixl_agent("a", ours.nixl_agent_config(backends=[]))
     evil = pickle.dumps(Evil(str(tmp_path / "made")))
     with pytest.raises(ours.bindings.nixlMismatchError, match=r"they ask for posix\.mkdir"):

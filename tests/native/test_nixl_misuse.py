@@ -22,7 +22,7 @@ from pynixlkv.errors import (
     RegistrationInUseError,
     StateError,
 )
-from pynixlkv.nixl import Agent, AgentConfig, RequestState
+from pynixlkv.nixl import Agent, AgentConfig, XferState
 from pynixlkv.types import MemorySpan, MemoryType
 
 BLOCK = 4096
@@ -47,7 +47,7 @@ def one(make_agent):
 # ---- life cycle
 
 
-def test_b068_registering_and_deregistering_twice_are_errors(make_agent):
+def test_registering_and_deregistering_twice_are_errors(make_agent):
     agent = make_agent()
     area = Area(BLOCK, 1)
     first = agent.register_buffers(area.inside)
@@ -61,7 +61,7 @@ def test_b068_registering_and_deregistering_twice_are_errors(make_agent):
         agent.deregister_mem(first)
     first.close()
     with agent.register_buffers(area.inside) as again:
-        assert not again.closed
+        assert not again.is_closed
 
 
 def test_memory_in_use_cannot_be_deregistered(make_agent):
@@ -80,12 +80,12 @@ def test_memory_in_use_cannot_be_deregistered(make_agent):
     registration.close()
 
 
-def test_b070_a_released_request_is_refused(one):
+def test_a_released_request_is_refused(one):
     agent, area, *_ = one
     request = agent.create_xfer_req("READ", area.rows([0], BLOCK), area.rows([0], BLOCK), "a")
     run(agent, request)
     assert agent.release_xfer_req(request)
-    assert request.state is RequestState.RELEASED
+    assert request.state is XferState.RELEASED
     for use in (
         agent.get_xfer_status,
         agent.post_xfer_req,
@@ -99,13 +99,13 @@ def test_b070_a_released_request_is_refused(one):
     request.close()
 
 
-def test_b071_a_request_that_was_never_posted_says_so(one):
+def test_a_request_that_was_never_posted_says_so(one):
     agent, area, *_ = one
     with agent.create_xfer_req(
         "READ", area.rows([0], BLOCK), area.rows([0], BLOCK), "a"
     ) as request:
-        assert agent.get_xfer_status(request) is RequestState.NOT_POSTED
-        assert request.state is RequestState.NOT_POSTED
+        assert agent.get_xfer_status(request) is XferState.NOT_POSTED
+        assert request.state is XferState.NOT_POSTED
 
 
 def test_released_lists_are_refused(one):
@@ -136,6 +136,7 @@ def test_handles_of_another_agent_are_refused(one, make_agent):
             lambda: other.make_xfer_req("READ", local, [0], remote, [0]),
             lambda: other.release_dlist_handle(local),
             lambda: agent.deregister_mem(foreign),
+            lambda: other.register_mem([(4096, 8, 0)], backends=agent.backends),
         ):
             with pytest.raises(ConfigError, match="made by another agent"):
                 use()
@@ -151,9 +152,9 @@ def test_a_closed_agent_is_refused_and_closes_what_it_made():
     request = agent.create_xfer_req("READ", area.rows([0], BLOCK), area.rows([0], BLOCK), "a")
     assert agent.close()
     assert agent.close()
-    assert registration.closed
-    assert prepared.closed
-    assert request.closed
+    assert registration.is_closed
+    assert prepared.is_closed
+    assert request.is_closed
     for use in (
         agent.get_local_md,
         agent.get_notifs,
@@ -176,7 +177,7 @@ def test_what_is_dropped_warns_and_is_freed(make_agent):
     registration = agent.register_buffers(area.inside)
     with pytest.warns(ResourceWarning, match="unreleased <PreparedList of 1 descriptors"):
         agent.prep_xfer_dlist(None, area.rows([0], BLOCK))
-    with pytest.warns(ResourceWarning, match="unreleased <Request READ of 4096 bytes"):
+    with pytest.warns(ResourceWarning, match="unreleased <XferRequest READ of 4096 bytes"):
         request("READ", area.rows([0], BLOCK), area.rows([0], BLOCK), "a")
     registration.close()
     with pytest.warns(ResourceWarning, match="unclosed <Agent 'forgotten', open>"):
@@ -194,7 +195,7 @@ def test_half_made_objects_are_dropped_silently():
         gc.collect()
 
 
-def test_b089_a_forked_child_is_refused_and_the_parent_goes_on(one):
+def test_a_forked_child_is_refused_and_the_parent_goes_on(one):
     agent, _area, local, remote = one
     request = agent.make_xfer_req("READ", local, [0], remote, [0])
     read, write = os.pipe()
@@ -228,7 +229,7 @@ def test_b089_a_forked_child_is_refused_and_the_parent_goes_on(one):
 
 
 @pytest.mark.slow
-def test_b072_ten_thousand_transfers_leave_nothing_behind(one):
+def test_ten_thousand_transfers_leave_nothing_behind(one):
     agent, area, local, remote = one
     area.expected[:] = area.whole
     process = psutil.Process()
@@ -258,24 +259,24 @@ def test_b072_ten_thousand_transfers_leave_nothing_behind(one):
         ([0, 99], "index 99 at position 1 is out of range; the list has 16"),
         ([-1], "index -1 at position 0 is out of range; the list has 16"),
         ([2**31], "index 2147483648 at position 0 is out of range; the list has 16"),
-        ([0, 2**70], "indices at position 1 are 1180591620717411303424"),
-        ([True], "indices at position 0 are True; they must be integers"),
-        ([0, True], "indices at position 1 are True; they must be integers"),
+        ([0, 2**70], "indices has shape .* and dtype object"),
+        ([True], "indices holds True at index 0; expected integers"),
+        ([0, True], "indices holds True at index 1; expected integers"),
         (np.array([True, False]), "dtype bool"),
         (np.array([0, 99], np.int32), "index 99 at position 1 is out of range; the list has 16"),
         (np.array([-5], np.int64), "index -5 at position 0"),
         (np.array([2**63], np.uint64), "index 9223372036854775808 at position 0"),
-        ([0.0], "indices at position 0 are 0.0; they must be integers"),
+        ([0.0], "dtype float64; expected one dimension of integers"),
         (np.zeros(1), "dtype float64"),
         ([], "0 local and 0 remote indices"),
         ([[0]], r"shape \(1, 1\)"),
-        (["0"], "position 0 are '0'"),
-        ([None], "position 0 are None"),
+        (["0"], "dtype <U1; expected"),
+        ([None], "dtype object; expected"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("side", ["local", "remote"])
-def test_b082_bad_indices_are_named_with_position_and_limit(one, indices, message, side):
+def test_bad_indices_are_named_with_position_and_limit(one, indices, message, side):
     agent, _area, local, remote = one
     good = [0] * np.size(np.asarray(indices, dtype=object))
     pair = (indices, good) if side == "local" else (good, indices)
@@ -291,7 +292,7 @@ def test_numbers_of_indices_must_agree(one):
         agent.make_xfer_req("READ", remote, [0], local, [0])
 
 
-def test_b085_lengths_that_differ_are_named(one):
+def test_lengths_that_differ_are_named(one):
     agent, area, local, _remote = one
     uneven = area.rows(range(8), BLOCK)
     uneven[3, 1] = 2 * BLOCK
@@ -316,12 +317,12 @@ def test_b085_lengths_that_differ_are_named(one):
         ([(4096, -8, 0)], "descriptor 0 has the length -8"),
         ([(4096, 8)], r"shape \(1, 2\)"),
         (np.zeros(3, np.uint64), r"shape \(3,\)"),
-        ([(4096, 8, 0.0)], r"descriptors at position \(0, 2\) are 0\.0"),
-        ([(4096, 8, 0), (4096, 8)], r"position 0 are \(4096, 8, 0\)"),
+        ([(4096, 8, 0.0)], r"dtype float64; expected integers of shape \(n, 3\)"),
+        ([(4096, 8, 0), (4096, 8)], "cannot be read as an array of integers"),
         (np.zeros((1, 3)), "dtype float64"),
         ([(2**64 - 4, 8, 0)], "beyond the end of the address space"),
-        ([(2**64, 8, 0)], r"position \(0, 0\) are 18446744073709551616"),
-        ([("x", 8, 0)], r"position \(0, 0\) are 'x'"),
+        ([(2**64, 8, 0)], "dtype object; expected integers"),
+        ([("x", 8, 0)], "expected integers"),
     ],
     ids=str,
 )
@@ -457,7 +458,7 @@ def test_other_bad_arguments_are_named(one):
 
 
 def test_every_status_has_a_kind_that_errors_knows():
-    table = {name: (code, kind) for code, name, kind in _native.nixl.STATUS_TABLE}
+    table = {name: (code, kind) for code, name, kind in _native.nixl.status_table()}
     codes = [code for code, _kind in table.values()]
     assert sorted(codes) == list(range(-14, 2))
     for name, (code, kind) in table.items():

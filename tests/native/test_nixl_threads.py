@@ -14,7 +14,7 @@ ROUNDS = 200
 
 
 @pytest.mark.parametrize("sync", list(ThreadSync), ids=lambda sync: sync.name)
-def test_b087_threads_transfer_register_connect_and_notify(make_agent, sync):
+def test_threads_transfer_register_connect_and_notify(make_agent, sync):
     agent = make_agent("a", AgentConfig(thread_sync=sync))
     remote = make_agent("b", AgentConfig(thread_sync=sync))
     source, target = Area(BLOCK * NUM_READERS, 1), Area(BLOCK * NUM_READERS, 2)

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from pynixlkv.nixl import RequestState
+from pynixlkv.nixl import XferState
 
 GUARD = 64
 
@@ -31,13 +31,13 @@ def run(agent, request, timeout=60.0, notification=None, progress=()):
     """Post and poll to the end; other agents of this process get to progress meanwhile."""
     deadline = time.monotonic() + timeout
     state = agent.post_xfer_req(request, notification)
-    while state == RequestState.PENDING:
+    while state == XferState.PENDING:
         assert time.monotonic() < deadline, f"{request!r} did not end"
         for other in progress:
             other.get_notifs()
         state = agent.get_xfer_status(request)
-    assert state == RequestState.DONE
-    assert request.state == RequestState.DONE
+    assert state == XferState.DONE
+    assert request.state == XferState.DONE
 
 
 def take_notifications(agent, count, timeout=60.0):

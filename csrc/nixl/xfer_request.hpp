@@ -1,0 +1,109 @@
+/// @file
+/// A transfer request of the verbs.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/error.hpp"
+#include "nixl/agent.hpp"
+#include "nixl/prepared_list.hpp"
+#include "nixl/registration.hpp"
+
+namespace pynixlkv::nixl {
+
+enum class XferState { kNotPosted, kPending, kDone, kFailed, kReleased };
+
+[[nodiscard]] constexpr const char* state_name(XferState state) noexcept {
+    constexpr const char* kNames[] = {"NOT_POSTED", "PENDING", "DONE", "FAILED", "RELEASED"};
+    return kNames[static_cast<std::size_t>(state)];
+}
+
+/// A native request and everything that must stay alive while its bytes may move: what goes into
+/// quarantine when a request is given up while it runs.
+struct XferBody : LiveCounted<XferBody> {
+    static constexpr const char* kLiveName = "nixl.XferBody";
+
+    explicit XferBody(std::shared_ptr<AgentHandle> agent) noexcept : native(std::move(agent)) {}
+    XferBody(const XferBody&) = delete;
+    XferBody& operator=(const XferBody&) = delete;
+    ~XferBody();
+
+    void use(std::shared_ptr<PreparedList> local_list, std::shared_ptr<PreparedList> remote_list);
+
+    // The native request goes first, then what it uses.
+    std::vector<Pin> pins;
+    std::shared_ptr<PreparedList> local;
+    std::shared_ptr<PreparedList> remote;
+    XferHandle native;
+};
+
+/// One transfer: made, posted, polled to its end, perhaps posted again, released.
+class XferRequest : LiveCounted<XferRequest> {
+    friend class Agent;
+
+  public:
+    static constexpr const char* kLiveName = "nixl.XferRequest";
+
+    XferRequest(std::shared_ptr<Agent> agent, Op op, std::string peer, std::uint64_t generation,
+                std::size_t num_descriptors, std::uint64_t num_bytes,
+                std::unique_ptr<XferBody> body);
+    XferRequest(const XferRequest&) = delete;
+    XferRequest& operator=(const XferRequest&) = delete;
+    /// Frees the request if it is quiet and the agent is not busy, quarantines it otherwise.
+    ~XferRequest();
+
+    [[nodiscard]] const std::shared_ptr<Agent>& agent() const noexcept { return agent_; }
+    [[nodiscard]] Op op() const noexcept { return op_; }
+    [[nodiscard]] const std::string& peer() const noexcept { return peer_; }
+    /// Descriptors as given, before NIXL merged any.
+    [[nodiscard]] std::size_t num_descriptors() const noexcept { return num_descriptors_; }
+    [[nodiscard]] std::uint64_t num_bytes() const noexcept { return num_bytes_; }
+    /// State as of the last call; does not poll.
+    [[nodiscard]] XferState state() const noexcept { return state_.load(); }
+
+    /// Start the transfer. On same-host paths this copies everything before it returns.
+    /// @param notification replaces the one given when the request was made
+    /// @return kPending or kDone
+    /// @throws Error StateError while running, StalePeerError, ClosedError
+    /// @throws NativeError the transfer failed
+    XferState post(const std::optional<std::string>& notification = std::nullopt);
+    /// Poll. Returns kNotPosted without asking NIXL, which would call that a failure.
+    /// @throws NativeError the transfer failed; every further call throws the same
+    XferState poll();
+    /// Free the request. A running one is polled until it ends or patience does.
+    /// @return false if it was quarantined: bytes may still move
+    /// @throws Error ClosedError if it was released before
+    bool release(Duration patience);
+
+    [[nodiscard]] std::shared_ptr<Backend> backend();
+    [[nodiscard]] CostEstimate estimate_cost();
+    /// Needs AgentConfig::telemetry and a request that is done.
+    [[nodiscard]] capi::Telemetry telemetry();
+
+  private:
+    void require_live(const char* call) const;
+    /// Free the request if it is quiet; quarantine it if it is running and may be.
+    /// @return kReleased if it was freed, kPending if its bytes may still move
+    XferState give_up(bool may_quarantine);
+    /// Take a native status over into the state.
+    XferState enter(Status status, const char* call);
+    [[nodiscard]] std::string about() const;
+
+    const std::shared_ptr<Agent> agent_;
+    const Op op_;
+    const std::string peer_;
+    const std::uint64_t generation_;
+    const std::size_t num_descriptors_;
+    const std::uint64_t num_bytes_;
+    std::mutex mutex_;  ///< see Agent::Call
+    std::atomic<XferState> state_{XferState::kNotPosted};
+    std::optional<NativeError> failure_;
+    std::unique_ptr<XferBody> body_;
+};
+
+}  // namespace pynixlkv::nixl
