@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import re
 import socket
@@ -65,18 +64,17 @@ def ask(listener, **options):
 def time_out_after(event):
     """Let the time of `fetch` stand still until something has happened to its connection."""
 
-    now = 0.0
+    now = [0.0]
 
     def parse(message):
-        nonlocal now
         parsed = parse_monitor_message(message)
         if parsed["event"] & event:
-            now = math.inf
+            now[0] = 2 * TIMEOUT_S
         return parsed
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handshake_client, "parse_monitor_message", parse)
-        patch.setattr(handshake_client, "ObservedClock", lambda: lambda: now)
+        patch.setattr(handshake_client, "ObservedClock", lambda: lambda: now[0])
         yield
 
 
