@@ -10,7 +10,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pynixlkv import topology
 from pynixlkv.errors import LayoutError
 from pynixlkv.topology import (
     Reader,
@@ -353,7 +352,3 @@ def test_a_rank_outside_its_group(question) -> None:
         question(8, local=(2, 2), remote_size=4)
     with pytest.raises(LayoutError, match="the size of a group is 0"):
         question(8, local=(0, 2), remote_size=0)
-
-
-def test_public_names() -> None:
-    assert all(hasattr(topology, name) for name in topology.__all__)
