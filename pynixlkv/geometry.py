@@ -40,21 +40,14 @@ _Rank = tuple[_Word, _Count]
 
 
 class Axis(msgspec.Struct, frozen=True, array_like=True):
-    """One axis of a region.
-
-    Parameters
-    ----------
-    start : int
-        Global index of its first element; 0 for the block and token axes.
-    count : int
-        Number of elements, at least 1.
-    stride : int
-        Bytes from one element to the next; 0 where `count` is 1.
-    """
+    """One axis of a region."""
 
     start: _Word = 0
+    """Global index of its first element; 0 for the block and token axes."""
     count: _Count = 1
+    """Number of elements."""
     stride: _Word = 0
+    """Bytes from one element to the next; 0 where `count` is 1."""
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -62,24 +55,17 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
     The element with global indices (l, k, b, h, n, d) is at ``address`` plus, for each axis,
     ``(index - start) * stride`` bytes.
-
-    Parameters
-    ----------
-    name : str
-        Name of the tensor, for messages.
-    span : int
-        Index into `Geometry.spans` of the memory that holds the whole region.
-    address : int
-        Virtual address of the first element.
-    layer, kv, block, head, token, dim : Axis
-        The axes. ``kv`` is 0 for K and 1 for V, or 0 alone where there is no such axis.
     """
 
     name: _Text
+    """Name of the tensor, for messages."""
     span: _Word
+    """Index into `Geometry.spans` of the memory that holds the whole region."""
     address: _Word
+    """Virtual address of the first element."""
     layer: Axis
     kv: Axis
+    """0 for K and 1 for V, or 0 alone where there is no such axis."""
     block: Axis
     head: Axis
     token: Axis
@@ -87,51 +73,33 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """Layers that share one block table per request.
-
-    Parameters
-    ----------
-    name : str
-        Groups of two sides meet by this name.
-    dtype : str
-        Element type, such as ``"bfloat16"``; two sides must agree.
-    element_bytes : int
-        Bytes per element.
-    block_size : int
-        Tokens per block; 0 for state that has no token axis and moves block by block.
-    num_blocks : int
-        Blocks in the pool; block ids are below it.
-    kv_heads : int or None
-        KV heads of the whole model; None if every rank holds the whole cache (an MLA latent).
-    head_dim : int
-        Elements per head and token, or of the latent.
-    has_values : bool
-        True for keys and values, False for one latent or state.
-    tp : tuple of (int, int)
-        Tensor-parallel rank and size.
-    dcp : tuple of (int, int)
-        Rank and size of the decode-context-parallel group.
-    interleave : int
-        Consecutive tokens that one rank of that group holds before the next rank's turn.
-    opaque_axes : str
-        Letters of the axes along which the inside is opaque; see `KVCache.from_tensors`.
-    regions : tuple of Region
-        The boxes; no element is in two of them.
-    """
+    """Layers that share one block table per request."""
 
     name: _Text
+    """Groups of two sides meet by this name."""
     dtype: _Text
+    """Element type, such as ``"bfloat16"``; two sides must agree."""
     element_bytes: _Count
     block_size: _Word
+    """Tokens per block; 0 for state that has no token axis and moves block by block."""
     num_blocks: _Count
+    """Blocks in the pool; block ids are below it."""
     kv_heads: _Count | None
+    """KV heads of the whole model; None if every rank holds the whole cache (an MLA latent)."""
     head_dim: _Count
+    """Elements per head and token, or of the latent."""
     has_values: bool
+    """True for keys and values, False for one latent or state."""
     tp: _Rank
+    """Tensor-parallel rank and size."""
     dcp: _Rank
+    """Rank and size of the decode-context-parallel group."""
     interleave: _Count
+    """Consecutive tokens that one rank of that group holds before the next rank's turn."""
     opaque_axes: Annotated[str, msgspec.Meta(max_length=len(_AXES))]
+    """Letters of the axes along which the inside is opaque; see `KVCache.from_tensors`."""
     regions: Annotated[tuple[Region, ...], msgspec.Meta(min_length=1, max_length=_MAX_REGIONS)]
+    """The boxes; no element is in two of them."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -189,13 +157,6 @@ class Group(msgspec.Struct, frozen=True):
 class Geometry(msgspec.Struct, frozen=True, dict=True):
     """The layout of a rank's whole KV cache: all that a peer needs to plan transfers.
 
-    Parameters
-    ----------
-    spans : tuple of MemorySpan
-        Memory to register, ascending and disjoint.
-    groups : tuple of Group
-        At least one; names differ.
-
     Raises
     ------
     LayoutError
@@ -209,7 +170,9 @@ class Geometry(msgspec.Struct, frozen=True, dict=True):
     """
 
     spans: Annotated[tuple[MemorySpan, ...], msgspec.Meta(min_length=1, max_length=_MAX_REGIONS)]
+    """Memory to register, ascending and disjoint."""
     groups: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1, max_length=_MAX_GROUPS)]
+    """Their names differ."""
 
     def __post_init__(self) -> None:
         if len(set(self.names)) < len(self.groups):

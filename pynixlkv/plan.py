@@ -39,71 +39,48 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Coverage:
-    """What two block tables of a group have in common.
-
-    Parameters
-    ----------
-    tokens : range
-        Token positions below ``num_tokens`` that both tables cover (blocks, for state).
-    local, remote : range
-        Indices into each table of the blocks that hold these tokens.
-    local_only, remote_only : tuple of int
-        Indices into each table of the other blocks: left to compute, or left unread.
-    """
+    """What two block tables of a group have in common."""
 
     tokens: range
+    """Token positions below ``num_tokens`` that both tables cover (blocks, for state)."""
     local: range
+    """Indices into the local table of the blocks that hold these tokens."""
     remote: range
+    """Indices into the remote table of the blocks that hold these tokens."""
     local_only: tuple[int, ...]
+    """Indices of the other local blocks, left to compute."""
     remote_only: tuple[int, ...]
+    """Indices of the other remote blocks, left unread."""
 
 
 @dataclass(frozen=True)
 class GroupDescription:
-    """Cost of one pair of blocks of a group.
-
-    Parameters
-    ----------
-    group : str
-        Its name.
-    bytes_per_block : int
-        Bytes moved per pair of blocks; per pair of the smaller blocks if the sizes differ.
-    runs_per_block : int
-        Contiguous runs of bytes, before blocks are merged and long runs cut.
-    shortest_run, longest_run : int
-        Bytes of the shortest and the longest run.
-    best_runs_per_block : int
-        Runs in the best layout, where all that a peer wants of a block is contiguous.
-    """
+    """Cost of one pair of blocks of a group."""
 
     group: str
     bytes_per_block: int
+    """Bytes moved per pair of blocks; per pair of the smaller blocks if the sizes differ."""
     runs_per_block: int
+    """Contiguous runs of bytes, before blocks are merged and long runs cut."""
     shortest_run: int
+    """Bytes of the shortest run."""
     longest_run: int
+    """Bytes of the longest run."""
     best_runs_per_block: int
+    """Runs in the best layout, where all that a peer wants of a block is contiguous."""
 
 
 @dataclass(frozen=True)
 class PlanDescription:
-    """Cost of a plan per block, and of one transfer if block tables were given.
-
-    Parameters
-    ----------
-    groups : tuple of GroupDescription
-        Costs per block.
-    num_bytes : int
-        Bytes that the tables move; 0 without tables.
-    num_runs : int
-        Runs before adjacent ones are merged and long ones cut.
-    num_descriptors : int
-        Descriptors after merging and cutting.
-    """
+    """Cost of a plan per block, and of one transfer if block tables were given."""
 
     groups: tuple[GroupDescription, ...]
     num_bytes: int = 0
+    """Bytes that the tables move; 0 without tables."""
     num_runs: int = 0
+    """Runs before adjacent ones are merged and long ones cut."""
     num_descriptors: int = 0
+    """Descriptors after merging and cutting."""
 
     def __str__(self) -> str:
         lines = [

@@ -29,35 +29,22 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Source:
-    """A remote rank to read from, and what to read there.
-
-    Parameters
-    ----------
-    rank : int
-        Tensor-parallel rank in the remote group.
-    heads : range
-        Global KV heads to read from it, never empty; ``range(0, 1)`` for a replicated cache.
-    """
+    """A remote rank to read from, and what to read there."""
 
     rank: int
+    """Tensor-parallel rank in the remote group."""
     heads: range
+    """Global KV heads to read from it, never empty; ``range(0, 1)`` for a replicated cache."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A remote rank that a producer must hear from before it may reuse its blocks.
-
-    Parameters
-    ----------
-    rank : int
-        Tensor-parallel rank in the consumers' group.
-    heads : range
-        Global KV heads that it reads here. Empty if it only releases the request, as it does for
-        producer ranks without readers.
-    """
+    """A remote rank that a producer must hear from before it may reuse its blocks."""
 
     rank: int
+    """Tensor-parallel rank in the consumers' group."""
     heads: range
+    """Global KV heads that it reads here; none if it only releases the request."""
 
 
 def held_heads(rank: int, size: int, kv_heads: int | None) -> range:

@@ -375,7 +375,7 @@ def test_coverage_says_what_can_be_moved(data) -> None:
     kept = [[blocks[side][idx] for idx in touched[side]] for side in range(2)]
     if common:
         starts = [starts[side] + touched[side][0] * sides[side].block_size for side in range(2)]
-    table = Tables(*kept, *starts, coverage.tokens.stop)
+    table = Tables(kept[0], kept[1], starts[0], starts[1], coverage.tokens.stop)
     remote.fill(table.remote_blocks, table.remote_start)
     expected, _ = expected_after_reading(local, remote, table, positions=coverage.tokens)
     rows = plan.descriptors(*kept, **table.arguments)
