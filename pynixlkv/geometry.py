@@ -466,10 +466,10 @@ def memory_spans(memory: object) -> tuple[MemorySpan, ...]:
 
 
 class KVCache:
-    """The KV cache of one rank: its tensors, kept alive, and their geometry. Immutable.
+    """The KV cache of one rank: its tensors, kept alive, and their geometry.
 
-    Make one with `from_tensors`; join several groups with `combine`. Nothing is copied: transfers
-    move bytes in and out of the tensors that were given.
+    Make one with `from_tensors`; join several groups with `combine`. Immutable. Nothing is copied:
+    transfers move bytes in and out of the tensors that were given.
     """
 
     __slots__ = ("_arrays", "geometry")

@@ -140,8 +140,8 @@ class TransferPlan:
 
     Notes
     -----
-    Immutable and safe from several threads; its methods release the GIL. Making a plan costs time
-    in proportion to layers and runs per block, not to the size of the pools.
+    Immutable and safe from several threads. Making a plan costs time in proportion to layers and
+    runs per block, not to the size of the pools.
     """
 
     __slots__ = ("__weakref__", "_native", "groups", "local", "max_bytes", "memory", "remote")
@@ -279,8 +279,9 @@ class TransferPlan:
         Notes
         -----
         State groups have no positions: their tables pair up entry by entry and must be equally
-        long. An opaque token axis rounds `num_tokens` up to whole blocks. Time and memory are
-        linear in blocks plus runs before merging.
+        long. An opaque token axis rounds `num_tokens` up to whole blocks.
+
+        Releases the GIL. Time and memory are linear in blocks plus runs before merging.
         """
         if not isinstance(operation, Operation):
             raise PlanError(f"operation is {operation!r}; expected Operation.READ or WRITE")
@@ -306,8 +307,8 @@ class TransferPlan:
     ) -> Coverage:
         """Return the tokens that two tables share, and the blocks that only one side has.
 
-        The arguments are those of `descriptors` for one group, which may be left out if the plan
-        has no other. Tables may have any length and need not reach `num_tokens`.
+        The arguments are those of `descriptors`, for one group. `group` may be left out if the
+        plan has only one. The tables may have any length and need not reach `num_tokens`.
 
         Raises
         ------
@@ -349,8 +350,8 @@ class TransferPlan:
     ) -> PlanDescription:
         """Return what the plan costs per block, and for the tables that are given.
 
-        The arguments are those of `descriptors`, which takes as long; both tables are given or
-        neither. The ``str()`` of the result is for people.
+        The arguments are those of `descriptors`; both tables are given or neither. With tables,
+        costs as much as `descriptors`. The ``str()`` of the result is for people.
         """
         groups = []
         for i, name in enumerate(self.groups):
