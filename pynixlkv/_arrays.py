@@ -68,13 +68,10 @@ def first_outside(
 ) -> tuple[int, ...] | None:
     """Return the index of the first number outside ``lowest..highest``, or None."""
     limits = np.iinfo(array.dtype)
-    if array.size == 0 or (limits.min >= lowest and limits.max <= highest):
+    low, high = max(lowest, limits.min), min(highest, limits.max)
+    if array.size == 0 or (low, high) == (limits.min, limits.max):
         return None
-    if int(array.min()) >= lowest and int(array.max()) <= highest:
+    if int(array.min()) >= low and int(array.max()) <= high:
         return None
-    wrong = np.zeros(array.shape, bool)
-    if limits.min < lowest:
-        wrong |= array < array.dtype.type(lowest)
-    if limits.max > highest:
-        wrong |= array > array.dtype.type(highest)
+    wrong = (array < array.dtype.type(low)) | (array > array.dtype.type(high))
     return tuple(int(i) for i in np.argwhere(wrong)[0])

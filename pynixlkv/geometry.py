@@ -40,21 +40,14 @@ _Rank = tuple[_Word, _Count]
 
 
 class Axis(msgspec.Struct, frozen=True, array_like=True):
-    """One axis of a region.
-
-    Parameters
-    ----------
-    start : int
-        Global index of its first element; 0 for the block and token axes.
-    count : int
-        Number of elements, at least 1.
-    stride : int
-        Bytes from one element to the next; 0 where `count` is 1.
-    """
+    """One axis of a region."""
 
     start: _Word = 0
+    """Global index of its first element; 0 for the block and token axes."""
     count: _Count = 1
+    """Number of elements."""
     stride: _Word = 0
+    """Bytes from one element to the next; 0 where `count` is 1."""
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -62,24 +55,17 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
     The element with global indices (l, k, b, h, n, d) is at ``address`` plus, for each axis,
     ``(index - start) * stride`` bytes.
-
-    Parameters
-    ----------
-    name : str
-        Name of the tensor, for messages.
-    span : int
-        Index into `Geometry.spans` of the memory that holds the whole region.
-    address : int
-        Virtual address of the first element.
-    layer, kv, block, head, token, dim : Axis
-        The axes. ``kv`` is 0 for K and 1 for V, or 0 alone where there is no such axis.
     """
 
     name: _Text
+    """Name of the tensor, for messages."""
     span: _Word
+    """Index into `Geometry.spans` of the memory that holds the whole region."""
     address: _Word
+    """Virtual address of the first element."""
     layer: Axis
     kv: Axis
+    """0 for K and 1 for V, or 0 alone where there is no such axis."""
     block: Axis
     head: Axis
     token: Axis
@@ -87,51 +73,33 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """Layers that share one block table per request.
-
-    Parameters
-    ----------
-    name : str
-        Groups of two sides meet by this name.
-    dtype : str
-        Element type, such as ``"bfloat16"``; two sides must agree.
-    element_bytes : int
-        Bytes per element.
-    block_size : int
-        Tokens per block; 0 for state that has no token axis and moves block by block.
-    num_blocks : int
-        Blocks in the pool; block ids are below it.
-    kv_heads : int or None
-        KV heads of the whole model; None if every rank holds the whole cache (an MLA latent).
-    head_dim : int
-        Elements per head and token, or of the latent.
-    has_values : bool
-        True for keys and values, False for one latent or state.
-    tp : tuple of (int, int)
-        Tensor-parallel rank and size.
-    dcp : tuple of (int, int)
-        Rank and size of the decode-context-parallel group.
-    interleave : int
-        Consecutive tokens that one rank of that group holds before the next rank's turn.
-    opaque_axes : str
-        Letters of the axes along which the inside is opaque; see `KVCache.from_tensors`.
-    regions : tuple of Region
-        The boxes; no element is in two of them.
-    """
+    """Layers that share one block table per request."""
 
     name: _Text
+    """Groups of two sides meet by this name."""
     dtype: _Text
+    """Element type, such as ``"bfloat16"``; two sides must agree."""
     element_bytes: _Count
     block_size: _Word
+    """Tokens per block; 0 for state that has no token axis and moves block by block."""
     num_blocks: _Count
+    """Blocks in the pool; block ids are below it."""
     kv_heads: _Count | None
+    """KV heads of the whole model; None if every rank holds the whole cache (an MLA latent)."""
     head_dim: _Count
+    """Elements per head and token, or of the latent."""
     has_values: bool
+    """True for keys and values, False for one latent or state."""
     tp: _Rank
+    """Tensor-parallel rank and size."""
     dcp: _Rank
+    """Rank and size of the decode-context-parallel group."""
     interleave: _Count
+    """Consecutive tokens that one rank of that group holds before the next rank's turn."""
     opaque_axes: Annotated[str, msgspec.Meta(max_length=len(_AXES))]
+    """Letters of the axes along which the inside is opaque; see `KVCache.from_tensors`."""
     regions: Annotated[tuple[Region, ...], msgspec.Meta(min_length=1, max_length=_MAX_REGIONS)]
+    """The boxes; no element is in two of them."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -151,18 +119,7 @@ class Group(msgspec.Struct, frozen=True):
         return max(self.block_size, 1) * self.dcp[1]
 
     def differences(self, other: Group) -> list[tuple[str, object, object]]:
-        """Return the differences that rule out a transfer between two groups.
-
-        Parameters
-        ----------
-        other : Group
-            The other side's group of the same name.
-
-        Returns
-        -------
-        list of (str, object, object)
-            ``"<group>.<field>"``, value here, value there. Empty if a plan is possible.
-        """
+        """Return (``"<group>.<field>"``, value here, value there) of all that rules out a plan."""
         agreed = ("dtype", "element_bytes", "kv_heads", "head_dim", "has_values")
         pairs = [(field, getattr(self, field), getattr(other, field)) for field in agreed]
         pairs.append(("opaque_axes", sorted(self.opaque_axes), sorted(other.opaque_axes)))
@@ -200,13 +157,6 @@ class Group(msgspec.Struct, frozen=True):
 class Geometry(msgspec.Struct, frozen=True, dict=True):
     """The layout of a rank's whole KV cache: all that a peer needs to plan transfers.
 
-    Parameters
-    ----------
-    spans : tuple of MemorySpan
-        Memory to register, ascending and disjoint.
-    groups : tuple of Group
-        At least one; names differ.
-
     Raises
     ------
     LayoutError
@@ -220,7 +170,9 @@ class Geometry(msgspec.Struct, frozen=True, dict=True):
     """
 
     spans: Annotated[tuple[MemorySpan, ...], msgspec.Meta(min_length=1, max_length=_MAX_REGIONS)]
+    """Memory to register, ascending and disjoint."""
     groups: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1, max_length=_MAX_GROUPS)]
+    """Their names differ."""
 
     def __post_init__(self) -> None:
         if len(set(self.names)) < len(self.groups):
@@ -232,28 +184,17 @@ class Geometry(msgspec.Struct, frozen=True, dict=True):
         return _native.kv.Geometry(self)
 
     def to_bytes(self) -> bytes:
-        """Serialise for a peer.
-
-        Returns
-        -------
-        bytes
-            A geometry in the envelope of `pynixlkv.wire`.
-        """
+        """Serialise for a peer, in the envelope of `pynixlkv.wire`."""
         return wire.seal(self, "geometry")
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Geometry:
-        """Read what `to_bytes` wrote; safe on untrusted bytes.
+        """Read what `to_bytes` wrote; safe on untrusted bytes, checked as a geometry made here.
 
         Parameters
         ----------
         data : bytes-like
             The whole message.
-
-        Returns
-        -------
-        Geometry
-            Checked as one made here: sizes bounded, every region inside its span.
 
         Raises
         ------
@@ -270,34 +211,19 @@ class Geometry(msgspec.Struct, frozen=True, dict=True):
         return [group.name for group in self.groups]
 
     def select(self, names: Iterable[str]) -> list[Group]:
-        """Return groups by name.
-
-        Parameters
-        ----------
-        names : iterable of str
-            Names of groups of this geometry.
-
-        Returns
-        -------
-        list of Group
-            In the order of `names`.
-        """
+        """Return the groups of these names, in this order."""
         by_name = {group.name: group for group in self.groups}
         return [by_name[name] for name in names]
 
     def differences(self, other: Geometry) -> list[tuple[str, object, object]]:
         """Return the differences that rule out transfers between two caches.
 
-        Parameters
-        ----------
-        other : Geometry
-            The other side's.
+        Layouts, block sizes, pool sizes, ranks and names of tensors may differ freely.
 
         Returns
         -------
         list of (str, object, object)
-            Field (``"groups"`` or ``"<group>.<field>"``), value here, value there. Empty if a plan
-            is possible. Layouts, block sizes, pool sizes, ranks and names may differ freely.
+            Field (``"groups"`` or ``"<group>.<field>"``), value here, value there.
         """
         mine = {group.name: group for group in self.groups}
         theirs = {group.name: group for group in other.groups}
@@ -478,7 +404,7 @@ def _layer_numbers(boxes: Sequence[list[_Box]], layers: Sequence[int] | None) ->
     return [numbers[start : start + count] for start, count in zip(starts, counts, strict=False)]
 
 
-def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Return (index, count) of each stretch of consecutive numbers."""
     cuts = [0, *(i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1)]
     return [(a, b - a) for a, b in zip(cuts, [*cuts[1:], len(numbers)], strict=True)]
@@ -513,15 +439,7 @@ def _find_spans(arrays: Sequence[_Array]) -> tuple[MemorySpan, ...]:
 def memory_spans(memory: object) -> tuple[MemorySpan, ...]:
     """Return the ranges of memory to register for a cache, span, tensor or array.
 
-    Parameters
-    ----------
-    memory : KVCache, MemorySpan, torch tensor or numpy array
-        A tensor or array must be contiguous.
-
-    Returns
-    -------
-    tuple of MemorySpan
-        The caller keeps the memory.
+    The caller keeps the memory.
 
     Raises
     ------
@@ -550,11 +468,8 @@ def memory_spans(memory: object) -> tuple[MemorySpan, ...]:
 class KVCache:
     """The KV cache of one rank: its tensors, kept alive, and their geometry.
 
-    Make one with `from_tensors`; join several groups with `combine`.
-
-    Notes
-    -----
-    Immutable. Copies nothing: transfers move bytes in and out of the tensors that were given.
+    Make one with `from_tensors`; join several groups with `combine`. Immutable. Nothing is copied:
+    transfers move bytes in and out of the tensors that were given.
     """
 
     __slots__ = ("_arrays", "geometry")
@@ -642,20 +557,10 @@ class KVCache:
             all axes of smaller stride, both sides must have the same layout and extent, and
             everything moves whole. ``"N"`` moves whole blocks of tokens: a tail is rounded up.
 
-        Returns
-        -------
-        KVCache
-            A cache of one group.
-
         Raises
         ------
         LayoutError
-            If the tensors, the axes and the numbers do not fit each other; the message names the
-            tensor, the value and what was expected.
-
-        Notes
-        -----
-        Does not copy or touch the tensors' data. The cache keeps the tensors alive.
+            If the tensors, the axes and the numbers do not fit each other.
         """
         entries = list(tensors.items()) if hasattr(tensors, "items") else []
         if not entries:
@@ -704,16 +609,7 @@ class KVCache:
     def combine(cls, *caches: KVCache) -> KVCache:
         """Join caches into one; each group keeps its own block table.
 
-        Parameters
-        ----------
-        *caches : KVCache
-            One or more; the names of their groups must differ. Groups may share memory (a pool of
-            blocks) if equal block numbers mean equal bytes.
-
-        Returns
-        -------
-        KVCache
-            Groups in the order given.
+        Groups may share memory (a pool of blocks) if equal block numbers mean equal bytes.
 
         Raises
         ------
@@ -734,7 +630,7 @@ def _regions(box: _Box, numbers: list[int], held: range) -> Iterator[Region]:
     axes = {name: box.axes[letter] for letter, name in _AXES.items()}
     axes["head"] = msgspec.structs.replace(axes["head"], start=held.start)
     stride = axes["layer"].stride
-    for at, count in _runs(numbers):
+    for at, count in runs(numbers):
         axes["layer"] = Axis(numbers[at], count, stride if count > 1 else 0)
         yield Region(box.name, 0, box.array.address + at * stride, **axes)
 

@@ -15,7 +15,7 @@ import numpy as np
 from pynixlkv import _kernels, _native
 from pynixlkv._arrays import first_outside, integers
 from pynixlkv.errors import PlanError
-from pynixlkv.geometry import Geometry
+from pynixlkv.geometry import Geometry, runs
 from pynixlkv.types import MemoryType, Operation
 
 if TYPE_CHECKING:
@@ -39,71 +39,48 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Coverage:
-    """What two block tables of a group have in common.
-
-    Parameters
-    ----------
-    tokens : range
-        Token positions below ``num_tokens`` that both tables cover (blocks, for state).
-    local, remote : range
-        Indices into each table of the blocks that hold these tokens.
-    local_only, remote_only : tuple of int
-        Indices into each table of the other blocks: left to compute, or left unread.
-    """
+    """What two block tables of a group have in common."""
 
     tokens: range
+    """Token positions below ``num_tokens`` that both tables cover (blocks, for state)."""
     local: range
+    """Indices into the local table of the blocks that hold these tokens."""
     remote: range
+    """Indices into the remote table of the blocks that hold these tokens."""
     local_only: tuple[int, ...]
+    """Indices of the other local blocks, left to compute."""
     remote_only: tuple[int, ...]
+    """Indices of the other remote blocks, left unread."""
 
 
 @dataclass(frozen=True)
 class GroupDescription:
-    """Cost of one pair of blocks of a group.
-
-    Parameters
-    ----------
-    group : str
-        Name of the group.
-    bytes_per_block : int
-        Bytes moved per pair of blocks; per pair of the smaller blocks if the sizes differ.
-    runs_per_block : int
-        Contiguous runs of bytes, before blocks are merged and long runs cut.
-    shortest_run, longest_run : int
-        Bytes of the shortest and the longest run.
-    best_runs_per_block : int
-        Runs in the best layout, where all that a peer wants of a block is contiguous.
-    """
+    """Cost of one pair of blocks of a group."""
 
     group: str
     bytes_per_block: int
+    """Bytes moved per pair of blocks; per pair of the smaller blocks if the sizes differ."""
     runs_per_block: int
+    """Contiguous runs of bytes, before blocks are merged and long runs cut."""
     shortest_run: int
+    """Bytes of the shortest run."""
     longest_run: int
+    """Bytes of the longest run."""
     best_runs_per_block: int
+    """Runs in the best layout, where all that a peer wants of a block is contiguous."""
 
 
 @dataclass(frozen=True)
 class PlanDescription:
-    """Cost of a plan per block, and of one transfer if block tables were given.
-
-    Parameters
-    ----------
-    groups : tuple of GroupDescription
-        Costs per block.
-    num_bytes : int
-        Bytes that the tables move; 0 without tables.
-    num_runs : int
-        Runs before adjacent ones are merged and long ones cut.
-    num_descriptors : int
-        Descriptors after merging and cutting.
-    """
+    """Cost of a plan per block, and of one transfer if block tables were given."""
 
     groups: tuple[GroupDescription, ...]
     num_bytes: int = 0
+    """Bytes that the tables move; 0 without tables."""
     num_runs: int = 0
+    """Runs before adjacent ones are merged and long ones cut."""
     num_descriptors: int = 0
+    """Descriptors after merging and cutting."""
 
     def __str__(self) -> str:
         lines = [
@@ -122,18 +99,8 @@ class PlanDescription:
 def physical_blocks(logical_blocks: ArrayLike, ratio: int) -> NDArray[np.int64]:
     """Return the blocks of the attention kernels for the larger blocks of an engine.
 
-    Parameters
-    ----------
-    logical_blocks : array_like of int, shape (n,)
-        Logical block numbers.
-    ratio : int
-        Physical blocks per logical block, at least 1.
-
-    Returns
-    -------
-    ndarray of int64, shape (n * ratio,)
-        Physical block numbers in token order: block b becomes ``b * ratio`` to
-        ``b * ratio + ratio - 1``.
+    `ratio` is the number of physical blocks per logical block. In token order, logical block b
+    becomes ``b * ratio`` to ``b * ratio + ratio - 1``.
 
     Raises
     ------
@@ -198,21 +165,20 @@ class TransferPlan:
         max_bytes: int | None = None,
     ) -> None:
         for side, geometry in (("local", local), ("remote", remote)):
-            _check_geometry(side, geometry)
+            if not isinstance(geometry, Geometry):
+                raise PlanError(
+                    f"{side} is a {type(geometry).__name__}; expected a Geometry, such as "
+                    "cache.geometry"
+                )
         self.local = local
         self.remote = remote
         self.max_bytes = max_bytes
         self.groups = _select_groups(local, remote, groups)
         sides = [geometry.select(self.groups) for geometry in (local, remote)]
-        wanted: dict[str, list[tuple[int, int]] | None] = {"heads": None, "layers": None}
-        if heads is not None:
-            numbers = _numbers("heads", heads)
-            _check_heads(sides, numbers)
-            wanted["heads"] = _intervals(numbers)
-        if layers is not None:
-            numbers = _numbers("layers", layers)
-            _check_layers(sides, numbers)
-            wanted["layers"] = _intervals(numbers)
+        selection = {
+            "heads": None if heads is None else _select_heads(sides, heads),
+            "layers": None if layers is None else _select_layers(sides, layers),
+        }
         self.memory = (
             _memory("local", local, sides[0]),
             _memory("remote", remote, sides[1]),
@@ -227,7 +193,7 @@ class TransferPlan:
             local_groups=[local.names.index(name) for name in self.groups],
             remote_groups=[remote.names.index(name) for name in self.groups],
             max_bytes=None if max_bytes is None else min(int(max_bytes), 2**60),
-            **wanted,
+            **selection,
         )
 
     def __repr__(self) -> str:
@@ -243,23 +209,7 @@ class TransferPlan:
         local_start: int | Mapping[str, int] = 0,
         remote_start: int | Mapping[str, int] = 0,
     ) -> _native.kv.BlockTables:
-        """Check block tables and copy them, for one transfer of an agent.
-
-        Parameters
-        ----------
-        local_blocks, remote_blocks, num_tokens, local_start, remote_start
-            As for `descriptors`.
-
-        Returns
-        -------
-        BlockTables
-            A native object.
-
-        Raises
-        ------
-        PlanError
-            As `descriptors`, except for blocks that are written twice.
-        """
+        """Check block tables, given as for `descriptors`, and copy them for one transfer."""
         counts = self._per_group("num_tokens", num_tokens, None)
         local_starts = self._per_group("local_start", local_start, 0)
         remote_starts = self._per_group("remote_start", remote_start, 0)
@@ -331,8 +281,7 @@ class TransferPlan:
         State groups have no positions: their tables pair up entry by entry and must be equally
         long. An opaque token axis rounds `num_tokens` up to whole blocks.
 
-        Does not block, releases the GIL, is safe from several threads. Time and memory are linear
-        in blocks plus runs before merging.
+        Releases the GIL. Time and memory are linear in blocks plus runs before merging.
         """
         if not isinstance(operation, Operation):
             raise PlanError(f"operation is {operation!r}; expected Operation.READ or WRITE")
@@ -358,19 +307,8 @@ class TransferPlan:
     ) -> Coverage:
         """Return the tokens that two tables share, and the blocks that only one side has.
 
-        Parameters
-        ----------
-        local_blocks, remote_blocks : array_like of int, shapes (n,) and (m,)
-            Tables of one group, as for `descriptors`, of any length.
-        group : str, optional
-            Which group; may be left out if the plan has one.
-        num_tokens, local_start, remote_start : int
-            As for `descriptors`; the tables need not reach `num_tokens`.
-
-        Returns
-        -------
-        Coverage
-            Common tokens, and the indices of the blocks that hold them or do not.
+        The arguments are those of `descriptors`, for one group. `group` may be left out if the
+        plan has only one. The tables may have any length and need not reach `num_tokens`.
 
         Raises
         ------
@@ -412,26 +350,8 @@ class TransferPlan:
     ) -> PlanDescription:
         """Return what the plan costs per block, and for the tables that are given.
 
-        Parameters
-        ----------
-        local_blocks, remote_blocks : array_like of int or mapping, optional
-            Tables, as for `descriptors`; both or neither.
-        num_tokens, local_start, remote_start
-            As for `descriptors`.
-
-        Returns
-        -------
-        PlanDescription
-            Its ``str()`` is for people.
-
-        Raises
-        ------
-        PlanError
-            As `descriptors`, and if only one table is given.
-
-        Notes
-        -----
-        With tables, costs as much as `descriptors`.
+        The arguments are those of `descriptors`; both tables are given or neither. With tables,
+        costs as much as `descriptors`. The ``str()`` of the result is for people.
         """
         groups = []
         for i, name in enumerate(self.groups):
@@ -513,7 +433,8 @@ def _select_groups(
     return tuple(wanted)
 
 
-def _check_heads(sides: list[list[Group]], wanted: list[int]) -> None:
+def _select_heads(sides: list[list[Group]], heads: Iterable[int]) -> list[tuple[int, int]]:
+    wanted = _numbers("heads", heads)
     for side, groups in zip(("local", "remote"), sides, strict=True):
         # A cache without a head axis counts as one head if no group has such an axis.
         for group in [g for g in groups if g.kv_heads is not None] or groups:
@@ -524,9 +445,11 @@ def _check_heads(sides: list[list[Group]], wanted: list[int]) -> None:
                     f"rank {group.tp[0]} of {group.tp[1]} holds {group.heads.start} to "
                     f"{group.heads.stop - 1}"
                 )
+    return _intervals(wanted)
 
 
-def _check_layers(sides: list[list[Group]], wanted: list[int]) -> None:
+def _select_layers(sides: list[list[Group]], layers: Iterable[int]) -> list[tuple[int, int]]:
+    wanted = _numbers("layers", layers)
     for side, groups in zip(("local", "remote"), sides, strict=True):
         held = {layer for group in groups for layer in group.layers}
         missing = [layer for layer in wanted if layer not in held]
@@ -534,6 +457,7 @@ def _check_layers(sides: list[list[Group]], wanted: list[int]) -> None:
             raise PlanError(
                 f"layers {missing} are not held by the {side} side, which has {sorted(held)}"
             )
+    return _intervals(wanted)
 
 
 def _numbers(what: str, values: object) -> list[int]:
@@ -546,10 +470,7 @@ def _numbers(what: str, values: object) -> list[int]:
 
 
 def _intervals(numbers: list[int]) -> list[tuple[int, int]]:
-    """Return (start, stop) of each stretch of consecutive numbers."""
-    starts = [n for n in numbers if n - 1 not in numbers]
-    stops = [n + 1 for n in numbers if n + 1 not in numbers]
-    return list(zip(starts, stops, strict=True))
+    return [(numbers[at], numbers[at] + count) for at, count in runs(numbers)]
 
 
 def _memory(side: str, geometry: Geometry, groups: list[Group]) -> MemoryType:
@@ -587,13 +508,6 @@ def _block_ids(what: str, table: ArrayLike) -> NDArray[np.int64]:
     if at is not None:
         raise PlanError(f"{what} holds {array[at]} at index {at[0]}, which is no block number")
     return np.ascontiguousarray(array, np.int64)
-
-
-def _check_geometry(side: str, geometry: object) -> None:
-    if not isinstance(geometry, Geometry):
-        raise PlanError(
-            f"{side} is a {type(geometry).__name__}; expected a Geometry, such as cache.geometry"
-        )
 
 
 def _is_integer(value: object) -> bool:

@@ -29,35 +29,22 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Source:
-    """A remote rank to read from, and what to read there.
-
-    Parameters
-    ----------
-    rank : int
-        Tensor-parallel rank in the remote group.
-    heads : range
-        Global KV heads to read from it, never empty; ``range(0, 1)`` for a replicated cache.
-    """
+    """A remote rank to read from, and what to read there."""
 
     rank: int
+    """Tensor-parallel rank in the remote group."""
     heads: range
+    """Global KV heads to read from it, never empty; ``range(0, 1)`` for a replicated cache."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A remote rank that a producer must hear from before it may reuse its blocks.
-
-    Parameters
-    ----------
-    rank : int
-        Tensor-parallel rank in the consumers' group.
-    heads : range
-        Global KV heads that it reads here. Empty if it only releases the request, as it does for
-        producer ranks without readers.
-    """
+    """A remote rank that a producer must hear from before it may reuse its blocks."""
 
     rank: int
+    """Tensor-parallel rank in the consumers' group."""
     heads: range
+    """Global KV heads that it reads here; none if it only releases the request."""
 
 
 def held_heads(rank: int, size: int, kv_heads: int | None) -> range:
@@ -118,11 +105,6 @@ def held_layers(
         Layers in each stage, each at least 0, adding up to `num_layers`. Required if `size` does
         not divide `num_layers`, since the defaults of engines differ.
 
-    Returns
-    -------
-    range
-        Consecutive global layer numbers.
-
     Raises
     ------
     LayoutError
@@ -152,6 +134,8 @@ def held_layers(
 def held_tokens(rank: int, size: int, num_tokens: int, *, interleave: int = 1) -> list[range]:
     """Return the token positions that a rank holds under decode context parallelism.
 
+    They are runs of consecutive positions in ascending order, none empty.
+
     Parameters
     ----------
     rank : int
@@ -163,11 +147,6 @@ def held_tokens(rank: int, size: int, num_tokens: int, *, interleave: int = 1) -
         Tokens of the sequence, at least 0.
     interleave : int
         Consecutive tokens dealt to one rank before the next rank's turn, at least 1.
-
-    Returns
-    -------
-    list of range
-        Runs of consecutive positions, ascending, none empty, in the rank's own token order.
 
     Raises
     ------
@@ -242,24 +221,10 @@ def release_targets(
 ) -> list[int]:
     """Return the remote ranks that a local rank must notify when it is done with a request.
 
-    They are the ranks that it reads from and its share of the ranks without readers, which hold
-    blocks for the request too and would keep them until their lease expires.
-
-    Parameters
-    ----------
-    kv_heads, local, remote_size, local_dcp, remote_dcp
-        As for `read_sources`.
-
-    Returns
-    -------
-    list of int
-        Remote tensor-parallel ranks, ascending. Over all local ranks, each remote rank is in as
-        many of these lists as `expected_readers` has entries for it.
-
-    Raises
-    ------
-    LayoutError
-        As for `read_sources`.
+    They are, ascending, the ranks that it reads from and its share of the ranks without readers,
+    which hold blocks for the request too and would keep them until their lease expires. Each remote
+    rank is told by as many local ranks as `expected_readers` lists for it. The parameters are those
+    of `read_sources`.
     """
     rank, size = local
     _check_rank(rank, size)
@@ -283,29 +248,9 @@ def expected_readers(
 ) -> list[Reader]:
     """Return the consumer ranks that a producer rank must hear from before it reuses its blocks.
 
-    The local rank is the producer; the remote group reads.
-
-    Parameters
-    ----------
-    kv_heads : int or None
-        KV heads of the whole model, at least 1; None for a cache that every rank holds whole.
-    local : (int, int)
-        Rank and size of the producer's own tensor-parallel group.
-    remote_size : int
-        Size of the group that reads, at least 1.
-    local_dcp, remote_dcp : int
-        Context parallelism of the two groups, as for `read_sources`.
-
-    Returns
-    -------
-    list of Reader
-        Ascending by rank, never empty. A rank without readers gets one without heads, which only
-        releases the request.
-
-    Raises
-    ------
-    LayoutError
-        As for `read_sources`.
+    The local rank is the producer and the remote group reads; otherwise the parameters are those of
+    `read_sources`. Readers ascend by rank. A rank without readers gets one without heads, which
+    only releases the request.
 
     Examples
     --------

@@ -56,21 +56,11 @@ class TransferState(enum.IntEnum):
 
 
 class MemorySpan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A contiguous range of memory, registered as a whole. Whoever makes one keeps the memory.
-
-    Parameters
-    ----------
-    address : int
-        First byte, as a virtual address of the process that has the memory.
-    nbytes : int
-        Length in bytes, at least 1.
-    memory : MemoryType
-        Kind of memory.
-    device : int
-        Device ordinal; 0 for host memory.
-    """
+    """A contiguous range of memory, registered as a whole. The maker keeps the memory."""
 
     address: Annotated[int, msgspec.Meta(ge=0, lt=2**60)]
+    """First byte, as a virtual address of the process that has the memory."""
     nbytes: Annotated[int, msgspec.Meta(ge=1, lt=2**60)]
     memory: MemoryType
     device: Annotated[int, msgspec.Meta(ge=0)]
+    """Device ordinal; 0 for host memory."""

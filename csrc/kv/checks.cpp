@@ -1,12 +1,6 @@
 #include "kv/checks.hpp"
 
-#include "base/error.hpp"
-
 namespace pynixlkv::kv {
-
-void fail(const char* kind, const std::string& message) {
-    throw Error(kind, message);
-}
 
 std::uint64_t add(std::uint64_t a, std::uint64_t b) {
     if (a > kMaxNumber || b > kMaxNumber - a) {

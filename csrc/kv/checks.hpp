@@ -3,8 +3,8 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 
+#include "base/error.hpp"
 #include "base/text.hpp"
 
 namespace pynixlkv::kv {
@@ -12,16 +12,14 @@ namespace pynixlkv::kv {
 /// Largest address, size or count. Sums of a few of them, and their differences, fit int64.
 inline constexpr std::uint64_t kMaxNumber = (std::uint64_t{1} << 60) - 1;
 
-[[noreturn]] void fail(const char* kind, const std::string& message);
-
 template <class... Parts>
 [[noreturn]] void layout_error(const Parts&... parts) {
-    fail("LayoutError", text(parts...));
+    throw Error("LayoutError", text(parts...));
 }
 
 template <class... Parts>
 [[noreturn]] void plan_error(const Parts&... parts) {
-    fail("PlanError", text(parts...));
+    throw Error("PlanError", text(parts...));
 }
 
 /// a + b, or a LayoutError that names both.

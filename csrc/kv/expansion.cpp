@@ -157,8 +157,7 @@ BlockTables::BlockTables(std::shared_ptr<const Plan> plan, std::span<const Table
     }
 }
 
-void BlockTables::check_written_once(Side written) const {
-    const auto side = static_cast<std::size_t>(written);
+void BlockTables::check_written_once(Side side) const {
     struct Use {
         std::uint64_t pool, block;
         std::size_t group, index;

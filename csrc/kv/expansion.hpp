@@ -9,7 +9,6 @@
 #include <memory>
 #include <optional>
 #include <span>
-#include <utility>
 #include <vector>
 
 #include "kv/plan.hpp"
@@ -31,7 +30,7 @@ class BlockTables {
 
     /// Check that no block is written twice. O(blocks).
     /// @throws Error PlanError
-    void check_written_once(Side written) const;
+    void check_written_once(Side side) const;
 
     [[nodiscard]] const std::shared_ptr<const Plan>& plan() const noexcept { return plan_; }
     [[nodiscard]] const std::vector<GroupTables>& groups() const noexcept { return groups_; }
@@ -63,9 +62,8 @@ class Expansion {
     /// As `emit`; replaces the contents of the vectors.
     void emit(std::vector<Row>& local, std::vector<Row>& remote) const;
 
-    /// Number of indices that `emit_indices` gives; none if part of a block would move, which
-    /// prepared rows cannot say.
-    /// @throws Error PlanError unless the plan can prepare
+    /// Number of indices that `emit_indices` gives; none if the plan cannot prepare or part of a
+    /// block would move.
     [[nodiscard]] std::optional<std::size_t> num_indices() const;
 
     /// Indices into both sides' prepared rows, paired; the same bytes as `emit`. Replaces the
@@ -93,8 +91,6 @@ class Expansion {
 
     static PairedGroup pair_slots(const std::array<Paging, 2>& paging,
                                   const BlockTables::GroupTables& tables);
-    /// Group and slots of a part of a block that would move.
-    [[nodiscard]] std::optional<std::pair<std::size_t, SlotRange>> partial_block() const;
     template <class Visit>
     void for_each_run(Visit visit) const;
 

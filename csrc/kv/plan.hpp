@@ -16,7 +16,7 @@
 
 namespace pynixlkv::kv {
 
-enum class Side : std::size_t { kLocal, kRemote };
+enum Side : std::size_t { kLocal, kRemote };
 
 inline constexpr std::array<const char*, 2> kSideNames{"local", "remote"};
 
@@ -118,9 +118,7 @@ class Plan {
     [[nodiscard]] std::uint64_t max_bytes() const noexcept { return max_bytes_; }
 
     /// The spans of one side that contain the plan's descriptors, and no others.
-    [[nodiscard]] const std::vector<Row>& extents(Side side) const noexcept {
-        return spans_[static_cast<std::size_t>(side)];
-    }
+    [[nodiscard]] const std::vector<Row>& extents(Side side) const noexcept { return spans_[side]; }
 
     /// The positions that the tables of a group have in common; their ends may differ.
     /// @throws Error PlanError naming group, index, value and limit
@@ -132,23 +130,22 @@ class Plan {
     /// Lengths of the runs of one whole block pair of a group, unmerged across blocks and uncut.
     [[nodiscard]] std::vector<std::uint64_t> block_runs(std::size_t group) const;
 
-    /// Whether both sides hold the same tokens per block, so that whole blocks pair up, and a list
-    /// of all their runs can be indexed by int32.
-    [[nodiscard]] bool can_prepare() const;
-
-    /// @throws Error PlanError unless `can_prepare`
-    void require_prepare() const;
-
-    /// Number of prepared rows of each side; 0 unless `can_prepare`.
-    [[nodiscard]] std::array<std::uint64_t, 2> prepared_sizes() const;
+    struct Pool {
+        /// Whether both sides hold the same tokens per block, so that whole blocks pair up, and a
+        /// list of all their runs can be indexed by int32.
+        bool can_prepare = false;
+        /// Number of prepared rows of each side.
+        std::array<std::uint64_t, 2> sizes{};
+        /// In the order of the local list of prepared rows.
+        std::vector<PoolRun> runs;
+    };
+    /// Made when first asked for: many plans are never prepared.
+    [[nodiscard]] const Pool& pool() const;
 
     /// Every run of every block of a side's pool, cut to max_bytes, ascending by address (except
     /// where groups interleave in memory).
-    /// @throws Error PlanError unless `can_prepare`
-    [[nodiscard]] std::vector<Row> prepared_rows(Side which) const;
-
-    /// In the order of the local list of prepared rows.
-    [[nodiscard]] const std::vector<PoolRun>& pool_runs() const;
+    /// @throws Error PlanError unless the pool can be prepared
+    [[nodiscard]] std::vector<Row> prepared_rows(Side side) const;
 
   private:
     void keep_used_spans(std::size_t side, const std::vector<Row>& spans);
@@ -156,20 +153,12 @@ class Plan {
     void append_runs(const LoopNest& nest, const SlotRange& slots, std::vector<Run>& out) const;
     [[nodiscard]] std::vector<PoolRun> make_pool_runs() const;
 
-    /// What preparing takes. Made when first asked for: many plans are never prepared.
-    struct Pool {
-        std::once_flag made;
-        bool can_prepare = false;
-        std::array<std::uint64_t, 2> sizes{};
-        std::vector<PoolRun> runs;
-    };
-    [[nodiscard]] const Pool& pool() const;
-
     std::uint64_t max_bytes_;
     std::vector<LoopNest> nests_;
     std::array<std::vector<Row>, 2> spans_;
     std::vector<GroupPair> groups_;
     std::vector<RunGroup> run_groups_;
+    mutable std::once_flag pool_made_;
     mutable Pool pool_;
 };
 

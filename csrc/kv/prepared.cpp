@@ -43,7 +43,7 @@ std::vector<PoolRun> Plan::make_pool_runs() const {
 }
 
 const Plan::Pool& Plan::pool() const {
-    std::call_once(pool_.made, [this] {
+    std::call_once(pool_made_, [this] {
         if (!std::all_of(groups_.begin(), groups_.end(), [](const GroupPair& group) {
                 return group.paging[0].same_tokens(group.paging[1]);
             })) {
@@ -61,30 +61,13 @@ const Plan::Pool& Plan::pool() const {
     return pool_;
 }
 
-bool Plan::can_prepare() const {
-    return pool().can_prepare;
-}
-
-std::array<std::uint64_t, 2> Plan::prepared_sizes() const {
-    return pool().sizes;
-}
-
-const std::vector<PoolRun>& Plan::pool_runs() const {
-    return pool().runs;
-}
-
-void Plan::require_prepare() const {
-    if (!can_prepare()) {
+std::vector<Row> Plan::prepared_rows(Side side) const {
+    if (!pool().can_prepare) {
         plan_error("the plan cannot be prepared: the sides need blocks of the same tokens, and ",
                    std::numeric_limits<std::int32_t>::max(), " rows at most");
     }
-}
-
-std::vector<Row> Plan::prepared_rows(Side which) const {
-    require_prepare();
-    const auto side = static_cast<std::size_t>(which);
-    std::vector<Row> rows(prepared_sizes()[side]);
-    for (const PoolRun& at : pool_runs()) {
+    std::vector<Row> rows(pool().sizes[side]);
+    for (const PoolRun& at : pool().runs) {
         for (std::uint64_t block = 0; block < groups_[at.group].paging[side].num_blocks; ++block) {
             rows[at.first[side] + block * at.step[side]] = {
                 at.run.address[side] + block * at.run.block_stride[side], at.run.length,
@@ -94,24 +77,19 @@ std::vector<Row> Plan::prepared_rows(Side which) const {
     return rows;
 }
 
-std::optional<std::pair<std::size_t, SlotRange>> Expansion::partial_block() const {
+std::optional<std::size_t> Expansion::num_indices() const {
+    if (!plan_.pool().can_prepare) {
+        return std::nullopt;
+    }
     for (std::size_t group = 0; group < paired_.size(); ++group) {
         for (const SlotRange& slots : paired_[group].slots) {
             if (slots.count != plan_.groups()[group].paging[0].slots) {
-                return std::pair{group, slots};
+                return std::nullopt;
             }
         }
     }
-    return std::nullopt;
-}
-
-std::optional<std::size_t> Expansion::num_indices() const {
-    plan_.require_prepare();
-    if (partial_block()) {
-        return std::nullopt;
-    }
     std::size_t count = 0;
-    for (const PoolRun& at : plan_.pool_runs()) {
+    for (const PoolRun& at : plan_.pool().runs) {
         count += paired_[at.group].pairs.size();
     }
     return count;
@@ -119,16 +97,12 @@ std::optional<std::size_t> Expansion::num_indices() const {
 
 void Expansion::emit_indices(std::vector<std::int32_t>& local,
                              std::vector<std::int32_t>& remote) const {
-    plan_.require_prepare();
-    if (const auto partial = partial_block()) {
-        const auto& [group, slots] = *partial;
-        plan_error("group ", group, ": prepared rows are whole blocks; ", slots.count,
-                   " tokens of a block of ", plan_.groups()[group].paging[0].slots,
-                   " would move; round num_tokens up");
+    if (!num_indices()) {
+        plan_error("the tables cannot be told by indices into prepared rows");
     }
     local.clear();
     remote.clear();
-    const std::vector<PoolRun>& all = plan_.pool_runs();
+    const std::vector<PoolRun>& all = plan_.pool().runs;
     for (auto begin = all.begin(); begin != all.end();) {
         const auto end = begin + static_cast<std::ptrdiff_t>(begin->step[0]);
         for (const BlockPair& pair : paired_[begin->group].pairs) {

@@ -39,14 +39,17 @@ void check_nested(const Region& region, std::uint64_t element_bytes, const std::
 /// widest stride first, and prunes branches whose remaining axes cannot close the distance.
 class OverlapSearch {
   public:
+    /// @param pair region of each group
     /// @param same_block whether equal block ids count as well
     /// @param steps budget of all searches together
-    OverlapSearch(const Region& a, std::uint64_t a_bytes, const Region& b, std::uint64_t b_bytes,
-                  bool same_block, std::uint64_t& steps)
-        : a_bytes_(static_cast<std::int64_t>(a_bytes)),
-          b_bytes_(static_cast<std::int64_t>(b_bytes)),
+    OverlapSearch(const Group& a_group, const Group& b_group,
+                  const std::array<std::size_t, 2>& pair, bool same_block, std::uint64_t& steps)
+        : a_bytes_(static_cast<std::int64_t>(a_group.element_bytes)),
+          b_bytes_(static_cast<std::int64_t>(b_group.element_bytes)),
           same_block_(same_block),
           steps_(steps) {
+        const Region& a = a_group.regions[pair[0]];
+        const Region& b = b_group.regions[pair[1]];
         for (std::size_t axis = 0; axis < kNumAxes; ++axis) {
             const Extent& x = a.axes[axis];
             const Extent& y = b.axes[axis];
@@ -207,11 +210,9 @@ void check_inside_group(const Group& group, std::size_t index, std::uint64_t& st
             }
         }
     }
-    for (const auto& [i, j] : touching(group, group)) {
-        if (OverlapSearch(group.regions[i], group.element_bytes, group.regions[j],
-                          group.element_bytes, true, steps)
-                .found()) {
-            layout_error(name(index, i), " and ", name(index, j), " overlap in memory");
+    for (const auto& pair : touching(group, group)) {
+        if (OverlapSearch(group, group, pair, true, steps).found()) {
+            layout_error(name(index, pair[0]), " and ", name(index, pair[1]), " overlap in memory");
         }
     }
 }
@@ -220,14 +221,12 @@ void check_inside_group(const Group& group, std::size_t index, std::uint64_t& st
 void join_pools(Geometry& geometry, std::size_t first, std::size_t second, std::uint64_t& steps) {
     const Group& a = geometry.groups[first];
     const Group& b = geometry.groups[second];
-    for (const auto& [i, j] : touching(a, b)) {
-        const Region& x = a.regions[i];
-        const Region& y = b.regions[j];
-        if (OverlapSearch(x, a.element_bytes, y, b.element_bytes, false, steps).found()) {
-            layout_error(name(first, i), " and ", name(second, j),
+    for (const auto& pair : touching(a, b)) {
+        if (OverlapSearch(a, b, pair, false, steps).found()) {
+            layout_error(name(first, pair[0]), " and ", name(second, pair[1]),
                          " overlap in memory at different block numbers");
         }
-        if (OverlapSearch(x, a.element_bytes, y, b.element_bytes, true, steps).found()) {
+        if (OverlapSearch(a, b, pair, true, steps).found()) {
             const auto [kept, joined] =
                 std::pair(std::min(a.pool, b.pool), std::max(a.pool, b.pool));
             for (Group& group : geometry.groups) {

@@ -22,11 +22,10 @@ class PlanSource final : public DescriptorSource {
         expansion().emit(local, remote);
     }
     [[nodiscard]] std::shared_ptr<const void> pool() const override {
-        return plan().can_prepare() ? tables_->plan() : nullptr;
+        return plan().pool().can_prepare ? tables_->plan() : nullptr;
     }
     [[nodiscard]] std::size_t pool_size() const override {
-        const auto sizes = plan().prepared_sizes();
-        return sizes[0] + sizes[1];
+        return plan().pool().sizes[0] + plan().pool().sizes[1];
     }
     void pool_rows(std::vector<Row>& local, std::vector<Row>& remote) const override {
         local = plan().prepared_rows(kv::Side::kLocal);

@@ -171,6 +171,18 @@ def cache_of(side: Side, model: Model, ranks: Ranks, rank: int) -> KVCache:
     )
 
 
+def expected_after_reading(local: Side, remote: Side, table: Tables, **options):
+    return expected_bytes(
+        local,
+        remote,
+        table.local_blocks,
+        table.remote_blocks,
+        local_start=table.local_start,
+        remote_start=table.remote_start,
+        **({"positions": table.positions} | options),
+    )
+
+
 def assert_same(buffers: list[np.ndarray], expected: list[np.ndarray]) -> None:
     for buffer, wanted in zip(buffers, expected, strict=True):
         wrong = np.flatnonzero(buffer != wanted)
@@ -201,8 +213,6 @@ def test_reading_from_every_source_completes_the_local_blocks(data) -> None:
     table = data.draw(tables(local.shape, like))
     local_cache = cache_of(local, model, local_ranks, rank)
 
-    expected = [buffer.copy() for buffer in local.buffers]
-    wholes = [buffer.copy() for buffer in local.buffers]
     moved_elements = moved_bytes = 0
     for number, source in enumerate(sources):
         # All remote ranks share a layout and a table, and differ in heads and tokens.
@@ -214,19 +224,9 @@ def test_reading_from_every_source_completes_the_local_blocks(data) -> None:
         remote = Side(shape, seed=10 + number)
         remote.fill(table.remote_blocks, table.remote_start)
         before = [buffer.copy() for buffer in remote.buffers]
-        changed, moved = expected_bytes(
-            local,
-            remote,
-            table.local_blocks,
-            table.remote_blocks,
-            local_start=table.local_start,
-            remote_start=table.remote_start,
-            positions=table.positions,
-            heads=source.heads,
-            layers=common,
+        expected, moved = expected_after_reading(
+            local, remote, table, heads=source.heads, layers=common
         )
-        for buffer, change, whole in zip(expected, changed, wholes, strict=True):
-            buffer[change != whole] = change[change != whole]
         remote_cache = cache_of(remote, model, remote_ranks, source.rank)
         plan = TransferPlan(
             local_cache.geometry,
@@ -239,10 +239,10 @@ def test_reading_from_every_source_completes_the_local_blocks(data) -> None:
         check_rows(local, remote, here, there, max_bytes)
         assert here[:, 1].sum() == moved * model.itemsize
         apply(here, there)
+        assert_same(local.buffers, expected)
         assert_same(remote.buffers, before)
         moved_elements += moved
         moved_bytes += int(here[:, 1].sum())
-    assert_same(local.buffers, expected)
 
     # Together the sources cover all that the tables share, once.
     unit = local.shape.block_size * local.shape.token_ranks
@@ -300,15 +300,14 @@ def test_writing_moves_the_same_the_other_way(data) -> None:
     table = data.draw(tables(local.shape, remote.shape))
     local.fill(table.local_blocks, table.local_start)
     before = [buffer.copy() for buffer in local.buffers]
-    expected, _ = expected_bytes(
-        remote,
-        local,
+    back = Tables(
         table.remote_blocks,
         table.local_blocks,
-        local_start=table.remote_start,
-        remote_start=table.local_start,
-        positions=table.positions,
+        table.remote_start,
+        table.local_start,
+        table.num_tokens,
     )
+    expected, _ = expected_after_reading(remote, local, back)
     rows = plan.descriptors(
         table.local_blocks, table.remote_blocks, **table.arguments, operation=Operation.WRITE
     )
@@ -376,18 +375,10 @@ def test_coverage_says_what_can_be_moved(data) -> None:
     kept = [[blocks[side][idx] for idx in touched[side]] for side in range(2)]
     if common:
         starts = [starts[side] + touched[side][0] * sides[side].block_size for side in range(2)]
-    remote.fill(kept[1], starts[1])
-    expected, _ = expected_bytes(
-        local,
-        remote,
-        *kept,
-        local_start=starts[0],
-        remote_start=starts[1],
-        positions=coverage.tokens,
-    )
-    rows = plan.descriptors(
-        *kept, local_start=starts[0], remote_start=starts[1], num_tokens=coverage.tokens.stop
-    )
+    table = Tables(kept[0], kept[1], starts[0], starts[1], coverage.tokens.stop)
+    remote.fill(table.remote_blocks, table.remote_start)
+    expected, _ = expected_after_reading(local, remote, table, positions=coverage.tokens)
+    rows = plan.descriptors(*kept, **table.arguments)
     check_rows(local, remote, rows[0], rows[1], max_bytes)
     apply(*rows)
     assert_same(local.buffers, expected)
@@ -466,15 +457,7 @@ def test_groups_have_tables_of_their_own(data) -> None:
         else:
             table = data.draw(tables(local.shape, remote.shape))
         remote.fill(table.remote_blocks, table.remote_start)
-        wanted[name], _ = expected_bytes(
-            local,
-            remote,
-            table.local_blocks,
-            table.remote_blocks,
-            local_start=table.local_start,
-            remote_start=table.remote_start,
-            positions=table.positions,
-        )
+        wanted[name], _ = expected_after_reading(local, remote, table)
         blocks[0][name], blocks[1][name] = table.local_blocks, table.remote_blocks
         arguments["local_start"][name] = table.local_start
         arguments["remote_start"][name] = table.remote_start
@@ -530,29 +513,19 @@ def test_an_opaque_token_axis_moves_whole_blocks(data) -> None:
 
     local, local_cache = side_of(rank, size, 1)
     table = data.draw(tables(local.shape, local.shape))
-    expected = [buffer.copy() for buffer in local.buffers]
-    wholes = [buffer.copy() for buffer in local.buffers]
     for source in read_sources(kv_heads, local=(rank, size), remote_size=remote_size):
         remote, remote_cache = side_of(source.rank, remote_size, 2)
         remote.fill(table.remote_blocks, table.remote_start)
         end = table.num_tokens
-        changed, _ = expected_bytes(
-            local,
-            remote,
-            table.local_blocks,
-            table.remote_blocks,
-            local_start=table.local_start,
-            remote_start=table.remote_start,
-            positions=None if end is None else range(-(-end // block_size) * block_size),
-            heads=source.heads,
+        whole_blocks = None if end is None else range(-(-end // block_size) * block_size)
+        expected, _ = expected_after_reading(
+            local, remote, table, positions=whole_blocks, heads=source.heads
         )
-        for buffer, change, whole in zip(expected, changed, wholes, strict=True):
-            buffer[change != whole] = change[change != whole]
         plan = TransferPlan(local_cache.geometry, remote_cache.geometry, heads=source.heads)
         rows = plan.descriptors(table.local_blocks, table.remote_blocks, **table.arguments)
         check_rows(local, remote, *rows, None)
         apply(*rows)
-    assert_same(local.buffers, expected)
+        assert_same(local.buffers, expected)
 
 
 def test_layers_of_one_group_may_have_strides_of_their_own() -> None:
