@@ -22,31 +22,27 @@ def integers(
     error: type[ConfigError],
     *,
     columns: int | None = None,
-    dtype: type[np.integer[Any]] | None = None,
 ) -> npt.NDArray[np.integer[Any]]:
     """Return `values` as an array of integers, one-dimensional or with `columns` columns.
 
     An array is returned as it is, of whatever integer type: the caller checks the range (see
-    `first_outside`) before it converts. With `dtype` only an array of that type is accepted.
+    `first_outside`) before it converts.
     """
     shape = "one dimension of integers" if columns is None else f"integers of shape (n, {columns})"
-    if dtype is not None and not (isinstance(values, np.ndarray) and values.dtype == dtype):
-        seen = f"{values.dtype} array" if isinstance(values, np.ndarray) else type(values).__name__
-        raise error(f"{what} must be a {dtype.__name__} array with {shape}, not {seen}")
     if isinstance(values, (list, tuple)):
         _refuse_bools(what, values, error)
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, OverflowError) as cause:
         raise error(f"{what} cannot be read as an array of integers: {cause}") from cause
-    if array.size and array.dtype.kind in "fO" and not isinstance(values, np.ndarray):
+    if array.size and array.dtype.kind in {"f", "O"} and not isinstance(values, np.ndarray):
         array = _exact(array, values)
     if columns is not None and array.size == 0:
         array = array.reshape(0, columns)
     has_shape = array.ndim == 1 if columns is None else array.shape[1:] == (columns,)
     if not has_shape or (array.size and array.dtype.kind not in "iu"):
         raise error(f"{what} has shape {array.shape} and dtype {array.dtype}; expected {shape}")
-    return array if array.size else array.astype(dtype or np.int64)
+    return array if array.size else array.astype(np.int64)
 
 
 def _refuse_bools(what: str, values: list[Any] | tuple[Any, ...], error: type[ConfigError]) -> None:

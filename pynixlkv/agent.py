@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
 
-from pynixlkv._arrays import integers
 from pynixlkv._closeable import Closeable
 from pynixlkv._secret import check_secret
 from pynixlkv.errors import (
@@ -75,6 +74,7 @@ Registerable: TypeAlias = "KVCache | MemorySpan | object"
 """What `Agent.register` takes: a cache, a span, a torch tensor or a numpy array."""
 
 _EXIT_TIMEOUT_S = 1.0
+_UINT64 = np.dtype(np.uint64)
 
 
 class Registration(Closeable):
@@ -480,8 +480,10 @@ class Agent(Closeable, ABC):
         timeout: float,
     ) -> Transfer:
         _check_message(notify)
+        _check_descriptors("local", local)
+        _check_descriptors("remote", remote)
         native = self._native.submit_descriptors(
-            int(op), peer._native, _rows("local", local), _rows("remote", remote), notify, timeout
+            int(op), peer._native, local, remote, notify, timeout
         )
         return self._transfer(native, peer)
 
@@ -648,10 +650,14 @@ def _span_arrays(spans: Iterable[MemorySpan]) -> tuple[npt.NDArray[np.uint64], l
     return rows.reshape(-1, 3), [int(MemoryType(s.memory)) for s in spans]
 
 
-def _rows(side: str, rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    what = f"{side} descriptors"
-    checked = integers(what, rows, PlanError, columns=3, dtype=np.uint64)
-    return np.ascontiguousarray(checked, dtype=np.uint64)
+def _check_descriptors(side: str, rows: object) -> None:
+    if not isinstance(rows, np.ndarray) or rows.dtype != _UINT64 or rows.shape[1:] != (3,):
+        seen = (
+            f"{rows.dtype} of shape {rows.shape}"
+            if isinstance(rows, np.ndarray)
+            else type(rows).__name__
+        )
+        raise PlanError(f"{side} descriptors must be a uint64 array of shape (n, 3), not {seen}")
 
 
 def _check_message(message: object) -> None:

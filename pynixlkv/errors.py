@@ -55,7 +55,22 @@ __all__ = [
 
 
 class PynixlkvError(Exception):
-    """Base of every exception that pynixlkv raises on purpose."""
+    """Base of every exception that pynixlkv raises on purpose.
+
+    Parameters
+    ----------
+    message : str
+        What failed, on what, what was seen, and what to do.
+    **facts : object
+        Attributes of the class to set; each has a default.
+    """
+
+    def __init__(self, message: str = "", **facts: object) -> None:
+        super().__init__(message)
+        for name, value in facts.items():
+            if not hasattr(type(self), name):
+                raise TypeError(f"{type(self).__name__} has no attribute {name!r}")
+            setattr(self, name, value)
 
 
 class ConfigError(PynixlkvError, ValueError):
@@ -119,35 +134,16 @@ class PoolExhausted(PynixlkvError):
 
 
 class NativeError(PynixlkvError):
-    """A native library reported a failure.
+    """A native library reported a failure."""
 
-    Parameters
-    ----------
-    message : str
-        What failed, on what, what was seen, and what to do.
-    library : str
-        ``"nixl"`` or ``"ucx"``.
-    status : int
-        The native status code, in the numbering of that library's C interface.
-    call : str
-        Name of the native function.
-    detail : str
-        What was being done, on what; may be empty.
-    """
-
-    library: str
-    status: int
-    call: str
-    detail: str
-
-    def __init__(
-        self, message: str, *, library: str = "", status: int = 0, call: str = "", detail: str = ""
-    ) -> None:
-        super().__init__(message)
-        self.library = library
-        self.status = status
-        self.call = call
-        self.detail = detail
+    library: str = ""
+    """``"nixl"`` or ``"ucx"``."""
+    status: int = 0
+    """The native status code, in the numbering of that library's C interface."""
+    call: str = ""
+    """Name of the native function."""
+    detail: str = ""
+    """What was being done, on what; may be empty."""
 
 
 class NixlError(NativeError):
@@ -179,31 +175,14 @@ class UcxError(NativeError):
 
 
 class TransferError(PynixlkvError):
-    """A transfer ended without success.
+    """A transfer ended without success."""
 
-    Parameters
-    ----------
-    message : str
-        What failed and why.
-    peer : str
-        Name of the remote agent.
-    transfer_id : int
-        The transfer's number within its agent.
-    bytes_done : int
-        Bytes known to have arrived; 0 if the agent cannot tell.
-    """
-
-    peer: str
-    transfer_id: int
-    bytes_done: int
-
-    def __init__(
-        self, message: str, *, peer: str = "", transfer_id: int = 0, bytes_done: int = 0
-    ) -> None:
-        super().__init__(message)
-        self.peer = peer
-        self.transfer_id = transfer_id
-        self.bytes_done = bytes_done
+    peer: str = ""
+    """Name of the remote agent."""
+    transfer_id: int = 0
+    """The transfer's number within its agent."""
+    bytes_done: int = 0
+    """Bytes known to have arrived; 0 if the agent cannot tell."""
 
 
 class TransferTimeout(TransferError, TimeoutError):
@@ -223,29 +202,14 @@ class LeaseExpired(TransferError):
 
 
 class HandshakeError(PynixlkvError):
-    """Two sides could not connect.
+    """Two sides could not connect."""
 
-    Parameters
-    ----------
-    message : str
-        What did not fit.
-    peer : str
-        Name of the other side, if known.
-    local_version, remote_version : str
-        Versions of the two sides, if they are what differs.
-    """
-
-    peer: str
-    local_version: str
-    remote_version: str
-
-    def __init__(
-        self, message: str, *, peer: str = "", local_version: str = "", remote_version: str = ""
-    ) -> None:
-        super().__init__(message)
-        self.peer = peer
-        self.local_version = local_version
-        self.remote_version = remote_version
+    peer: str = ""
+    """Name of the other side, if known."""
+    local_version: str = ""
+    """Version of this side, if versions differ."""
+    remote_version: str = ""
+    """Version of the other side, if versions differ."""
 
 
 class WireError(HandshakeError, ValueError):
@@ -261,80 +225,28 @@ class HandshakeTimeout(HandshakeError, TimeoutError):
 
 
 class EngineIdMismatch(HandshakeError):
-    """The wrong engine answered, for instance a successor on the same port.
+    """The wrong engine answered, for instance a successor on the same port."""
 
-    Parameters
-    ----------
-    message : str
-        What did not fit.
-    wanted, seen : str
-        Engine id asked for, and that of the engine that answered.
-    peer : str
-        As in `HandshakeError`.
-    """
-
-    wanted: str
-    seen: str
-
-    def __init__(self, message: str, *, wanted: str = "", seen: str = "", peer: str = "") -> None:
-        super().__init__(message, peer=peer)
-        self.wanted = wanted
-        self.seen = seen
+    wanted: str = ""
+    """Engine id asked for."""
+    seen: str = ""
+    """Id of the engine that answered."""
 
 
 class RankNotFound(HandshakeError):
-    """The engine does not serve a requested rank.
+    """The engine does not serve a requested rank."""
 
-    Parameters
-    ----------
-    message : str
-        What failed and why.
-    missing, available : sequence of (int, int)
-        Pipeline and tensor-parallel ranks that are missing, and those that exist.
-    peer : str
-        As in `HandshakeError`.
-    """
-
-    missing: list[tuple[int, int]]
-    available: list[tuple[int, int]]
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        missing: Sequence[tuple[int, int]] = (),
-        available: Sequence[tuple[int, int]] = (),
-        peer: str = "",
-    ) -> None:
-        super().__init__(message, peer=peer)
-        self.missing = list(missing)
-        self.available = list(available)
+    missing: Sequence[tuple[int, int]] = ()
+    """Pipeline and tensor-parallel ranks that do not exist."""
+    available: Sequence[tuple[int, int]] = ()
+    """Ranks that exist."""
 
 
 class CompatMismatch(HandshakeError):
-    """Two engines differ in configuration that must agree.
+    """Two engines differ in configuration that must agree."""
 
-    Parameters
-    ----------
-    message : str
-        What did not fit.
-    differences : sequence of (str, str or None, str or None)
-        Field name, local value, remote value; None where a side does not have the field.
-    peer : str
-        As in `HandshakeError`.
-    """
-
-    differences: list[tuple[str, str | None, str | None]]
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        differences: Sequence[tuple[str, str | None, str | None]] = (),
-        peer: str = "",
-    ) -> None:
-        super().__init__(message, peer=peer)
-        self.differences = list(differences)
+    differences: Sequence[tuple[str, str | None, str | None]] = ()
+    """Field name, local value, remote value; None where a side does not have the field."""
 
     @property
     def fields(self) -> list[str]:
@@ -343,33 +255,10 @@ class CompatMismatch(HandshakeError):
 
 
 class IncompatibleLayoutError(HandshakeError):
-    """The other side's cache cannot be planned against ours.
+    """The other side's cache cannot be planned against ours."""
 
-    Parameters
-    ----------
-    message : str
-        What did not fit.
-    differences : sequence of (str, object, object)
-        Field name, local value, remote value.
-    peer, local_version, remote_version : str
-        As in `HandshakeError`.
-    """
-
-    differences: list[tuple[str, object, object]]
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        differences: Sequence[tuple[str, object, object]] = (),
-        peer: str = "",
-        local_version: str = "",
-        remote_version: str = "",
-    ) -> None:
-        super().__init__(
-            message, peer=peer, local_version=local_version, remote_version=remote_version
-        )
-        self.differences = list(differences)
+    differences: Sequence[tuple[str, object, object]] = ()
+    """Field name, local value, remote value."""
 
 
 class LibraryNotFoundError(PynixlkvError, ImportError):

@@ -204,8 +204,15 @@ class TransferPlan:
         self.max_bytes = max_bytes
         self.groups = _select_groups(local, remote, groups)
         sides = [geometry.select(self.groups) for geometry in (local, remote)]
-        wanted_heads = _select_heads(sides, heads)
-        wanted_layers = _select_layers(sides, layers)
+        wanted: dict[str, list[tuple[int, int]] | None] = {"heads": None, "layers": None}
+        if heads is not None:
+            numbers = _numbers("heads", heads)
+            _check_heads(sides, numbers)
+            wanted["heads"] = _intervals(numbers)
+        if layers is not None:
+            numbers = _numbers("layers", layers)
+            _check_layers(sides, numbers)
+            wanted["layers"] = _intervals(numbers)
         self.memory = (
             _memory("local", local, sides[0]),
             _memory("remote", remote, sides[1]),
@@ -220,8 +227,7 @@ class TransferPlan:
             local_groups=[local.names.index(name) for name in self.groups],
             remote_groups=[remote.names.index(name) for name in self.groups],
             max_bytes=None if max_bytes is None else min(int(max_bytes), 2**60),
-            heads=wanted_heads,
-            layers=wanted_layers,
+            **wanted,
         )
 
     def __repr__(self) -> str:
@@ -507,12 +513,7 @@ def _select_groups(
     return tuple(wanted)
 
 
-def _select_heads(
-    sides: list[list[Group]], heads: Iterable[int] | None
-) -> list[tuple[int, int]] | None:
-    if heads is None:
-        return None
-    wanted = _numbers("heads", heads)
+def _check_heads(sides: list[list[Group]], wanted: list[int]) -> None:
     for side, groups in zip(("local", "remote"), sides, strict=True):
         # A cache without a head axis counts as one head if no group has such an axis.
         for group in [g for g in groups if g.kv_heads is not None] or groups:
@@ -523,15 +524,9 @@ def _select_heads(
                     f"rank {group.tp[0]} of {group.tp[1]} holds {group.heads.start} to "
                     f"{group.heads.stop - 1}"
                 )
-    return _intervals(wanted)
 
 
-def _select_layers(
-    sides: list[list[Group]], layers: Iterable[int] | None
-) -> list[tuple[int, int]] | None:
-    if layers is None:
-        return None
-    wanted = _numbers("layers", layers)
+def _check_layers(sides: list[list[Group]], wanted: list[int]) -> None:
     for side, groups in zip(("local", "remote"), sides, strict=True):
         held = {layer for group in groups for layer in group.layers}
         missing = [layer for layer in wanted if layer not in held]
@@ -539,13 +534,12 @@ def _select_layers(
             raise PlanError(
                 f"layers {missing} are not held by the {side} side, which has {sorted(held)}"
             )
-    return _intervals(wanted)
 
 
-def _numbers(what: str, values: Iterable[int]) -> list[int]:
+def _numbers(what: str, values: object) -> list[int]:
     if not isinstance(values, Iterable):
         raise PlanError(f"{what} is {values!r}; expected integers, or None for all")
-    numbers = sorted(set(_block_ids(what, list(values)).tolist()))
+    numbers: list[int] = np.unique(_block_ids(what, list(values))).tolist()
     if not numbers:
         raise PlanError(f"{what} is empty; leave it out to move all that the local side holds")
     return numbers
@@ -553,8 +547,8 @@ def _numbers(what: str, values: Iterable[int]) -> list[int]:
 
 def _intervals(numbers: list[int]) -> list[tuple[int, int]]:
     """Return (start, stop) of each stretch of consecutive numbers."""
-    starts = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]
-    stops = [n + 1 for i, n in enumerate(numbers) if numbers[i + 1 : i + 2] != [n + 1]]
+    starts = [n for n in numbers if n - 1 not in numbers]
+    stops = [n + 1 for n in numbers if n + 1 not in numbers]
     return list(zip(starts, stops, strict=True))
 
 

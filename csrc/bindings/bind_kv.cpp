@@ -5,6 +5,7 @@
 #include <array>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -111,11 +112,10 @@ std::shared_ptr<Plan> make_plan(const Geometry& local, const Geometry& remote,
 
 kv::Table table_of(const GroupTables& group) {
     const auto& [local, remote, num_tokens, local_start, remote_start] = group;
-    return {{local.data(), static_cast<std::size_t>(local.size())},
-            {remote.data(), static_cast<std::size_t>(remote.size())},
+    return {{std::span(local.data(), static_cast<std::size_t>(local.size())),
+             std::span(remote.data(), static_cast<std::size_t>(remote.size()))},
             num_tokens,
-            local_start,
-            remote_start};
+            {local_start, remote_start}};
 }
 
 std::shared_ptr<BlockTables> make_tables(const std::shared_ptr<Plan>& plan,

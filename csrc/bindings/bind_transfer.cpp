@@ -144,8 +144,7 @@ void bind_transfer(py::module_ m) {
     py::classh<Peer>(m, "Peer")
         .def_property_readonly("name", &Peer::name)
         .def_property_readonly("generation", &Peer::generation)
-        .def_property_readonly("state", [](const Peer& p) { return static_cast<int>(p.state()); })
-        .def_property_readonly("reason", &Peer::reason);
+        .def_property_readonly("state", [](const Peer& p) { return static_cast<int>(p.state()); });
 
     using transfer::TransferStats;
     py::classh<TransferStats>(m, "TransferStats")

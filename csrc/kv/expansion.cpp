@@ -118,8 +118,8 @@ class RowWriter {
 void check_ends(std::size_t index, const GroupPair& group, const Table& table,
                 const Overlap& overlap) {
     const std::array<std::uint64_t, 2> ends{
-        overlap.start[0] + table.local.size() * group.paging[0].unit(),
-        overlap.start[1] + table.remote.size() * group.paging[1].unit()};
+        overlap.start[0] + table.ids[0].size() * group.paging[0].unit(),
+        overlap.start[1] + table.ids[1].size() * group.paging[1].unit()};
     for (std::size_t side = 0; side < 2; ++side) {
         if (table.num_tokens < 0) {
             // The last block of each table must be needed, at least in part.
@@ -149,9 +149,11 @@ BlockTables::BlockTables(std::shared_ptr<const Plan> plan, std::span<const Table
         const Table& table = tables[i];
         const Overlap overlap = plan_->overlap(i, table);
         check_ends(i, pairs[i], table, overlap);
-        groups_.push_back({{std::vector<std::uint64_t>(table.local.begin(), table.local.end()),
-                            std::vector<std::uint64_t>(table.remote.begin(), table.remote.end())},
-                           overlap});
+        GroupTables& group = groups_.emplace_back();
+        group.overlap = overlap;
+        for (std::size_t side = 0; side < 2; ++side) {
+            group.ids[side].assign(table.ids[side].begin(), table.ids[side].end());
+        }
     }
 }
 

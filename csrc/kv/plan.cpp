@@ -239,12 +239,9 @@ class Compiler {
     std::vector<LoopNest> nests_;
 };
 
-std::span<const std::int64_t> ids(const Table& table, std::size_t side) {
-    return side == 0 ? table.local : table.remote;
-}
-
-std::uint64_t start(const Table& table, std::size_t side, const Paging& paging, std::size_t group) {
-    const std::int64_t value = side == 0 ? table.local_start : table.remote_start;
+std::uint64_t start_of(const Table& table, std::size_t side, const Paging& paging,
+                       std::size_t group) {
+    const std::int64_t value = table.start[side];
     if (value < 0 || static_cast<std::uint64_t>(value) % paging.unit() != 0) {
         plan_error("group ", group, ": ", kSideNames[side], "_start is ", value,
                    ", must be a multiple of the ", paging.unit(),
@@ -253,12 +250,12 @@ std::uint64_t start(const Table& table, std::size_t side, const Paging& paging, 
     return static_cast<std::uint64_t>(value);
 }
 
-void check_ids(const Table& table, std::size_t side, const Paging& paging, std::size_t group) {
-    const auto blocks = ids(table, side);
-    for (std::size_t i = 0; i < blocks.size(); ++i) {
-        if (std::cmp_less(blocks[i], 0) || std::cmp_greater_equal(blocks[i], paging.num_blocks)) {
-            plan_error("group ", group, ": ", kSideNames[side], " block ", blocks[i], " at index ",
-                       i, " must be from 0 to ", paging.num_blocks - 1);
+void check_ids(std::span<const std::int64_t> ids, std::size_t side, const Paging& paging,
+               std::size_t group) {
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        if (std::cmp_less(ids[i], 0) || std::cmp_greater_equal(ids[i], paging.num_blocks)) {
+            plan_error("group ", group, ": ", kSideNames[side], " block ", ids[i], " at index ", i,
+                       " must be from 0 to ", paging.num_blocks - 1);
         }
     }
 }
@@ -328,11 +325,11 @@ Overlap Plan::overlap(std::size_t group, const Table& table) const {
     overlap.end = kMaxNumber;
     for (std::size_t side = 0; side < 2; ++side) {
         const Paging& paging = pair.paging[side];
-        check_ids(table, side, paging, group);
-        overlap.start[side] = start(table, side, paging, group);
+        check_ids(table.ids[side], side, paging, group);
+        overlap.start[side] = start_of(table, side, paging, group);
         overlap.begin = std::max(overlap.begin, overlap.start[side]);
         overlap.end = std::min(
-            overlap.end, add(overlap.start[side], mul(ids(table, side).size(), paging.unit())));
+            overlap.end, add(overlap.start[side], mul(table.ids[side].size(), paging.unit())));
     }
     if (table.num_tokens >= 0) {
         auto wanted = static_cast<std::uint64_t>(table.num_tokens);

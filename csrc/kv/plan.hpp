@@ -35,13 +35,11 @@ struct Selection {
 
 /// Block tables of one group: entry i of a table holds the positions from start + i * unit on.
 struct Table {
-    std::span<const std::int64_t> local;
-    std::span<const std::int64_t> remote;
+    std::array<std::span<const std::int64_t>, 2> ids;
     /// Valid positions of the sequence, or -1 for all that the tables hold.
     std::int64_t num_tokens = -1;
     /// Position of the first block of each table, a multiple of the side's unit.
-    std::int64_t local_start = 0;
-    std::int64_t remote_start = 0;
+    std::array<std::int64_t, 2> start{};
 };
 
 /// Positions that both tables of a group cover, and which entries of each table they touch.

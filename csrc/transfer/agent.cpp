@@ -4,7 +4,10 @@
 #include <signal.h>  // NOLINT(modernize-deprecated-headers): POSIX has more in it
 #include <unistd.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <exception>
+#include <numeric>
 #include <thread>
 #include <tuple>
 #include <utility>
@@ -12,7 +15,6 @@
 #include "base/error.hpp"
 #include "base/keep.hpp"
 #include "transfer/loop.hpp"
-#include "transfer/pairs.hpp"
 
 namespace pynixlkv::transfer {
 
@@ -36,6 +38,56 @@ class SignalsBlocked {
   private:
     sigset_t before_{};
 };
+
+/// Refuse rows of a caller that cannot be moved: pairs that do not match, empty rows, and rows that
+/// overlap on the written side.
+void check_pairs(const std::vector<Row>& local, const std::vector<Row>& remote, Op op) {
+    if (local.size() != remote.size()) {
+        throw Error("PlanError", std::to_string(local.size()) + " local rows do not pair with " +
+                                     std::to_string(remote.size()) + " remote rows");
+    }
+    for (std::size_t i = 0; i < local.size(); ++i) {
+        if (local[i].length != remote[i].length) {
+            throw Error("PlanError", "row " + std::to_string(i) + ": the local length " +
+                                         std::to_string(local[i].length) +
+                                         " differs from the remote length " +
+                                         std::to_string(remote[i].length));
+        }
+        if (local[i].length == 0) {
+            throw Error("PlanError",
+                        "row " + std::to_string(i) + " has length 0; leave empty rows out");
+        }
+    }
+    const std::vector<Row>& written = op == Op::kRead ? local : remote;
+    const auto overlap = [](const Row& a, const Row& b) {
+        return a.device == b.device && b.address < a.address + a.length;
+    };
+    bool ascending = true;
+    for (std::size_t i = 1; ascending && i < written.size(); ++i) {
+        ascending = std::pair(written[i - 1].device, written[i - 1].address) <
+                        std::pair(written[i].device, written[i].address) &&
+                    !overlap(written[i - 1], written[i]);
+    }
+    if (ascending) {
+        return;
+    }
+    std::vector<std::size_t> order(written.size());
+    for (std::size_t i = 0; i < order.size(); ++i) {
+        order[i] = i;
+    }
+    std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+        return std::pair(written[a].device, written[a].address) <
+               std::pair(written[b].device, written[b].address);
+    });
+    for (std::size_t i = 1; i < order.size(); ++i) {
+        if (overlap(written[order[i - 1]], written[order[i]])) {
+            throw Error("PlanError", "rows " + std::to_string(order[i - 1]) + " and " +
+                                         std::to_string(order[i]) +
+                                         " overlap on the written side; each destination byte may "
+                                         "be written once");
+        }
+    }
+}
 
 }  // namespace
 
@@ -125,11 +177,6 @@ void Agent::deregister(const std::shared_ptr<Registration>& registration) {
     call([registration](Loop& loop) { loop.remove_registration(*registration); });
 }
 
-void Agent::check_registered(const std::vector<Row>& rows) const {
-    check_usable();
-    shared_->registrations.check(rows);
-}
-
 std::string Agent::metadata() {
     return call([](Loop& loop) { return loop.metadata(); });
 }
@@ -187,69 +234,8 @@ std::shared_ptr<Transfer> Agent::submit(Submission submission) {
     return transfer;
 }
 
-void Agent::cancel(const std::shared_ptr<Transfer>& transfer) {
-    check_usable();
-    transfer->cancel();
-    shared_->queue.wake();
-}
-
-void Agent::watch(const std::shared_ptr<Transfer>& transfer) {
-    check_usable();
-    shared_->inbox.watch(*transfer);
-}
-
-std::vector<std::uint64_t> Agent::take_completed() {
-    check_usable();
-    return shared_->inbox.take_completed();
-}
-
-int Agent::completion_fd() const noexcept {
-    return shared_->inbox.completion_fd();
-}
-
 void Agent::notify(const std::shared_ptr<Peer>& peer, std::string message) {
     call([peer, message = std::move(message)](Loop& loop) { loop.notify(*peer, message); });
-}
-
-std::vector<Notification> Agent::take_notifications(TimePoint until) {
-    check_usable();
-    return shared_->inbox.take(until);
-}
-
-std::uint64_t Agent::wait_activity(std::uint64_t seen, TimePoint until) const {
-    check_usable();
-    return shared_->inbox.wait_activity(seen, until);
-}
-
-void Agent::wake_waiters() const {
-    shared_->inbox.announce();
-}
-
-std::size_t Agent::quarantined() const noexcept {
-    return shared_->num_quarantined.load();
-}
-std::size_t Agent::running() const noexcept {
-    return shared_->num_running.load();
-}
-const std::string& Agent::name() const noexcept {
-    return shared_->name;
-}
-
-bool Agent::close(TimePoint until) {
-    check_usable();
-    shared_->queue.close();
-    (void)exited_.wait_until(until);
-    return is_closed();
-}
-
-bool Agent::is_closed() const noexcept {
-    return exited_.wait_for(Clock::duration::zero()) == std::future_status::ready && exited_.get();
-}
-
-void Agent::stop(TimePoint until) {
-    check_usable();
-    shared_->queue.close(true);
-    (void)exited_.wait_until(until);
 }
 
 }  // namespace pynixlkv::transfer

@@ -7,7 +7,6 @@
 
 #include <sys/types.h>
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -19,70 +18,11 @@
 #include <vector>
 
 #include "base/live_count.hpp"
-#include "transfer/driver.hpp"
+#include "transfer/shared.hpp"
 #include "transfer/transfer.hpp"
 #include "transfer/types.hpp"
 
 namespace pynixlkv::transfer {
-
-class Loop;
-struct SharedState;
-
-/// Makes the rows of a transfer, on the agent's thread.
-class DescriptorSource {
-  public:
-    DescriptorSource() = default;
-    DescriptorSource(const DescriptorSource&) = delete;
-    DescriptorSource& operator=(const DescriptorSource&) = delete;
-    virtual ~DescriptorSource() = default;
-
-    /// The rows, paired. Replaces the contents of the vectors.
-    virtual void expand(std::vector<Row>& local, std::vector<Row>& remote) const = 0;
-
-    /// What all transfers that can share prepared rows have in common; null if there is none.
-    [[nodiscard]] virtual std::shared_ptr<const void> pool() const { return nullptr; }
-    /// Number of rows of the pool, both sides together.
-    [[nodiscard]] virtual std::size_t pool_size() const { return 0; }
-    /// All rows that transfers of the pool choose from, in address order. Lengths are those that
-    /// `expand_indices` counts with.
-    virtual void pool_rows(std::vector<Row>& /*local*/, std::vector<Row>& /*remote*/) const {}
-    /// Number of indices that `expand_indices` gives; none if this transfer's rows are not rows of
-    /// the pool.
-    [[nodiscard]] virtual std::optional<std::size_t> num_indices() const { return std::nullopt; }
-    /// The rows of this transfer as places in the pool.
-    virtual void expand_indices(std::vector<std::int32_t>& /*local*/,
-                                std::vector<std::int32_t>& /*remote*/) const {}
-};
-
-struct Submission {
-    Op op = Op::kRead;
-    std::shared_ptr<Peer> peer;
-    /// Rows, or ranges that contain every row that `source` will make; checked in submit().
-    std::vector<Row> local_extents;
-    std::vector<Row> remote_extents;
-    /// Null: the extents are the rows.
-    std::shared_ptr<const DescriptorSource> source;
-    std::optional<std::string> notify;
-    Clock::duration timeout{};
-};
-
-struct AgentOptions {
-    /// Random bytes that tell this agent from others of its name; peers wake it by them.
-    std::string incarnation;
-    /// Longest sleep of an idle agent when senders may be unable to wake it: the bound on how late
-    /// their notifications are seen.
-    std::chrono::microseconds poll{1000};
-    /// The same when all known senders wake the agent, or the library gives events.
-    std::chrono::microseconds woken_poll{20000};
-    /// Most bytes and rows of one native request; larger transfers are several requests, so that
-    /// deadlines are kept and other transfers get their turn.
-    std::uint64_t batch_bytes = 16U << 20U;
-    std::size_t batch_rows = 4096;
-    /// Most native requests in flight at once.
-    std::size_t window = 64;
-};
-
-using DriverFactory = std::function<std::unique_ptr<Driver>()>;
 
 class Agent : LiveCounted<Agent> {
   public:
@@ -100,7 +40,10 @@ class Agent : LiveCounted<Agent> {
     ///         Error("ClosedError") when done before
     void deregister(const std::shared_ptr<Registration>& registration);
     /// @throws Error("NotRegisteredError") unless every row lies in registered memory
-    void check_registered(const std::vector<Row>& rows) const;
+    void check_registered(const std::vector<Row>& rows) const {
+        check_usable();
+        shared_->registrations.check(rows);
+    }
     [[nodiscard]] std::string metadata();
 
     /// Connect to a peer, or to its next generation after it was lost or disconnected.
@@ -116,36 +59,66 @@ class Agent : LiveCounted<Agent> {
     /// Hand over a transfer and return at once; later failures are end states of the transfer.
     [[nodiscard]] std::shared_ptr<Transfer> submit(Submission submission);
     /// End a transfer as cancelled if it has not ended; it becomes quiet later.
-    void cancel(const std::shared_ptr<Transfer>& transfer);
+    void cancel(const std::shared_ptr<Transfer>& transfer) {
+        check_usable();
+        transfer->cancel();
+        shared_->queue.wake();
+    }
     /// Ask for the id of the transfer in take_completed() once it has an end state.
-    void watch(const std::shared_ptr<Transfer>& transfer);
+    void watch(const std::shared_ptr<Transfer>& transfer) {
+        check_usable();
+        shared_->inbox.watch(*transfer);
+    }
     /// Ids of watched transfers that ended since the last call.
-    [[nodiscard]] std::vector<std::uint64_t> take_completed();
+    [[nodiscard]] std::vector<std::uint64_t> take_completed() {
+        check_usable();
+        return shared_->inbox.take_completed();
+    }
     /// A descriptor that is readable when take_completed() has something; owned by the agent.
-    [[nodiscard]] int completion_fd() const noexcept;
+    [[nodiscard]] int completion_fd() const noexcept { return shared_->inbox.completion_fd(); }
 
     void notify(const std::shared_ptr<Peer>& peer, std::string message);
     /// Notifications since the last call; waits until the given time for the first.
-    [[nodiscard]] std::vector<Notification> take_notifications(TimePoint until);
+    [[nodiscard]] std::vector<Notification> take_notifications(TimePoint until) {
+        check_usable();
+        return shared_->inbox.take(until);
+    }
 
     /// Wait for activity since the counter was `seen`: a notification, a transfer that ended or
     /// became quiet, or a call of wake_waiters().
     /// @return the activity counter; `seen` if the time ran out
-    [[nodiscard]] std::uint64_t wait_activity(std::uint64_t seen, TimePoint until) const;
-    void wake_waiters() const;
+    [[nodiscard]] std::uint64_t wait_activity(std::uint64_t seen, TimePoint until) const {
+        check_usable();
+        return shared_->inbox.wait_activity(seen, until);
+    }
+    void wake_waiters() const { shared_->inbox.announce(); }
 
     /// Transfers that have ended but may still move bytes.
-    [[nodiscard]] std::size_t quarantined() const noexcept;
-    [[nodiscard]] std::size_t running() const noexcept;
-    [[nodiscard]] const std::string& name() const noexcept;
+    [[nodiscard]] std::size_t quarantined() const noexcept {
+        return shared_->num_quarantined.load();
+    }
+    [[nodiscard]] std::size_t running() const noexcept { return shared_->num_running.load(); }
+    [[nodiscard]] const std::string& name() const noexcept { return shared_->name; }
 
     /// Refuse new work, cancel all transfers, wait until they are quiet, release everything.
     /// @return false if the time ran out first: the thread then goes on by itself, and the buffers
     ///         of the quarantined transfers must not be reused until is_closed()
-    bool close(TimePoint until);
-    [[nodiscard]] bool is_closed() const noexcept;
+    bool close(TimePoint until) {
+        check_usable();
+        shared_->queue.close();
+        (void)exited_.wait_until(until);
+        return is_closed();
+    }
+    [[nodiscard]] bool is_closed() const noexcept {
+        return exited_.wait_for(Clock::duration::zero()) == std::future_status::ready &&
+               exited_.get();
+    }
     /// Stop the thread without releasing what is not quiet. For process exit only.
-    void stop(TimePoint until);
+    void stop(TimePoint until) {
+        check_usable();
+        shared_->queue.close(true);
+        (void)exited_.wait_until(until);
+    }
 
   private:
     void check_usable() const;

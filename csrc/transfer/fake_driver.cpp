@@ -112,17 +112,17 @@ class FakeXfer final : public NativeXfer {
 
 // ---- FakeNetwork
 
-FakeNetwork::Endpoint& FakeNetwork::at(const std::string& name) {
-    const auto it = endpoints_.find(name);
-    if (it == endpoints_.end()) {
+FakeNetwork::Node& FakeNetwork::at(const std::string& name) {
+    const auto it = nodes_.find(name);
+    if (it == nodes_.end()) {
         throw Error("UnknownPeerError", "the fake network has no agent named '" + name + "'");
     }
     return it->second;
 }
 
-FakeNetwork::Endpoint* FakeNetwork::find(const std::string& name, std::uint64_t token) {
-    const auto it = endpoints_.find(name);
-    if (it == endpoints_.end() || it->second.token != token || it->second.killed) {
+FakeNetwork::Node* FakeNetwork::find(const std::string& name, std::uint64_t token) {
+    const auto it = nodes_.find(name);
+    if (it == nodes_.end() || it->second.token != token || it->second.killed) {
         return nullptr;
     }
     return &it->second;
@@ -133,7 +133,7 @@ FakeNetwork::Endpoint* FakeNetwork::find(const std::string& name, std::uint64_t 
 FakeDriver::FakeDriver(std::string name, std::shared_ptr<FakeNetwork> network)
     : name_(std::move(name)), network_(std::move(network)) {
     const std::lock_guard lock(network_->mutex_);
-    const auto [it, added] = network_->endpoints_.try_emplace(name_);
+    const auto [it, added] = network_->nodes_.try_emplace(name_);
     if (!added) {
         if (!it->second.killed) {
             throw Error("DuplicatePeerError",
@@ -147,9 +147,9 @@ FakeDriver::FakeDriver(std::string name, std::shared_ptr<FakeNetwork> network)
 
 FakeDriver::~FakeDriver() {
     const std::lock_guard lock(network_->mutex_);
-    const auto it = network_->endpoints_.find(name_);
-    if (it != network_->endpoints_.end() && it->second.token == token_) {
-        network_->endpoints_.erase(it);
+    const auto it = network_->nodes_.find(name_);
+    if (it != network_->nodes_.end() && it->second.token == token_) {
+        network_->nodes_.erase(it);
     }
 }
 
@@ -222,15 +222,15 @@ std::unique_ptr<NativeXfer> FakeDriver::make(Connection& connection, Op op, Prep
 void FakeDriver::notify(Connection& connection, const std::string& message) {
     const auto& peer = static_cast<const FakeConnection&>(connection);
     const std::lock_guard lock(network_->mutex_);
-    auto* endpoint = network_->find(peer.name, peer.token);
-    if (endpoint == nullptr || network_->find(name_, token_) == nullptr) {
+    auto* node = network_->find(peer.name, peer.token);
+    if (node == nullptr || network_->find(name_, token_) == nullptr) {
         throw ConnectionLost(fake_error("notify", "'" + peer.name + "' cannot be reached"));
     }
-    if (endpoint->drops > 0) {
-        --endpoint->drops;
+    if (node->drops > 0) {
+        --node->drops;
         return;
     }
-    endpoint->inbox.push_back({name_, message});
+    node->inbox.push_back({name_, message});
 }
 
 bool FakeDriver::receive(std::vector<Notification>& into) {

@@ -22,27 +22,27 @@ class FakeNetwork {
   public:
     /// Operations to the agent take this long. The first half of each batch moves at once.
     void set_delay(const std::string& agent, Clock::duration delay) {
-        set(agent, &Endpoint::delay, delay);
+        set(agent, &Node::delay, delay);
     }
     /// Operations to the agent stay pending until resume(), as with a stopped process.
-    void pause(const std::string& agent) { set(agent, &Endpoint::paused, true); }
-    void resume(const std::string& agent) { set(agent, &Endpoint::paused, false); }
+    void pause(const std::string& agent) { set(agent, &Node::paused, true); }
+    void resume(const std::string& agent) { set(agent, &Node::paused, false); }
     /// Connections to the agent break, now and for as long as this incarnation lives.
-    void kill(const std::string& agent) { set(agent, &Endpoint::killed, true); }
+    void kill(const std::string& agent) { set(agent, &Node::killed, true); }
     /// The next operations to the agent end with a library error.
     void fail_next(const std::string& agent, std::size_t count) {
-        set(agent, &Endpoint::failures, count);
+        set(agent, &Node::failures, count);
     }
     /// The next notifications to the agent get lost on the way.
     void drop_notifications(const std::string& agent, std::size_t count) {
-        set(agent, &Endpoint::drops, count);
+        set(agent, &Node::drops, count);
     }
 
   private:
     friend class FakeDriver;
     friend class FakeXfer;
 
-    struct Endpoint {
+    struct Node {
         std::uint64_t token = 0;
         MemoryMap memory;
         std::vector<Notification> inbox;
@@ -54,17 +54,17 @@ class FakeNetwork {
     };
 
     template <class T>
-    void set(const std::string& agent, T Endpoint::* member, T value) {
+    void set(const std::string& agent, T Node::* member, T value) {
         const std::lock_guard lock(mutex_);
         at(agent).*member = value;
     }
-    Endpoint& at(const std::string& name);
-    /// The endpoint if this incarnation of it can still be reached, else nullptr.
-    Endpoint* find(const std::string& name, std::uint64_t token);
+    Node& at(const std::string& name);
+    /// The node if this incarnation of it can still be reached, else nullptr.
+    Node* find(const std::string& name, std::uint64_t token);
 
     std::mutex mutex_;
     std::uint64_t next_token_ = 1;
-    std::map<std::string, Endpoint> endpoints_;
+    std::map<std::string, Node> nodes_;
 };
 
 class FakeDriver final : public Driver {

@@ -19,14 +19,20 @@ using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
 // How the thread waits. It spins (yielding) while an event is likely within microseconds, then naps
-// ever longer: a waiting transfer is polled at 20 kHz, then 2 kHz; an idle agent as its options
-// say.
+// ever longer: a waiting transfer is polled at 20 kHz, then 2 kHz.
 constexpr auto kSpinWithWork = milliseconds(5);
 constexpr auto kNapWithWork = microseconds(50);
 constexpr auto kStalled = milliseconds(100);
 constexpr auto kNapStalled = microseconds(500);
 constexpr auto kSpinWithoutWork = microseconds(100);
 constexpr auto kLinger = milliseconds(2);
+/// Longest sleep when senders may be unable to wake this agent: the bound on how late their
+/// notifications are seen.
+constexpr auto kSleep = milliseconds(1);
+/// The same when all known senders wake this agent, or the library gives events.
+constexpr auto kSleepUntilWoken = milliseconds(20);
+/// Most native requests in flight at once.
+constexpr std::size_t kWindow = 64;
 /// A longer turn is a pause of the process, or of its host: nothing could be observed meanwhile.
 constexpr auto kLongestTurn = std::chrono::seconds(1);
 /// A notification this long after the last wake-up came from a sender that cannot wake this agent.
@@ -273,7 +279,7 @@ bool Loop::poll_running(Active& a) {
 bool Loop::start_batch(Active& a) {
     const AgentOptions& options = shared_->options;
     const std::size_t size = a.size();
-    if (a.next >= size || num_xfers_ >= options.window) {
+    if (a.next >= size || num_xfers_ >= kWindow) {
         return false;
     }
     std::size_t count = 0;
@@ -434,7 +440,7 @@ void Loop::pause(bool busy) {
         nap = kNapWithWork;
     } else {
         const bool is_woken = all_wake_ || driver_->event_fd() >= 0;
-        nap = is_woken ? shared_->options.woken_poll : shared_->options.poll;
+        nap = is_woken ? kSleepUntilWoken : kSleep;
     }
     sleep(nap);
 }

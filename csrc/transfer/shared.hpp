@@ -2,6 +2,9 @@
 /// What an agent's thread and its callers share.
 #pragma once
 
+#include <sys/eventfd.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -20,13 +23,60 @@
 #include <vector>
 
 #include "base/error.hpp"
-#include "transfer/agent.hpp"
 #include "transfer/driver.hpp"
-#include "transfer/event_fd.hpp"
 #include "transfer/transfer.hpp"
 #include "transfer/wake_socket.hpp"
 
 namespace pynixlkv::transfer {
+
+/// Makes the rows of a transfer, on the agent's thread.
+class DescriptorSource {
+  public:
+    DescriptorSource() = default;
+    DescriptorSource(const DescriptorSource&) = delete;
+    DescriptorSource& operator=(const DescriptorSource&) = delete;
+    virtual ~DescriptorSource() = default;
+
+    /// The rows, paired. Replaces the contents of the vectors.
+    virtual void expand(std::vector<Row>& local, std::vector<Row>& remote) const = 0;
+
+    /// What all transfers that can share prepared rows have in common; null if there is none.
+    [[nodiscard]] virtual std::shared_ptr<const void> pool() const { return nullptr; }
+    /// Number of rows of the pool, both sides together.
+    [[nodiscard]] virtual std::size_t pool_size() const { return 0; }
+    /// All rows that transfers of the pool choose from, in address order. Lengths are those that
+    /// `expand_indices` counts with.
+    virtual void pool_rows(std::vector<Row>& /*local*/, std::vector<Row>& /*remote*/) const {}
+    /// Number of indices that `expand_indices` gives; none if this transfer's rows are not rows of
+    /// the pool.
+    [[nodiscard]] virtual std::optional<std::size_t> num_indices() const { return std::nullopt; }
+    /// The rows of this transfer as places in the pool.
+    virtual void expand_indices(std::vector<std::int32_t>& /*local*/,
+                                std::vector<std::int32_t>& /*remote*/) const {}
+};
+
+struct Submission {
+    Op op = Op::kRead;
+    std::shared_ptr<Peer> peer;
+    /// Rows, or ranges that contain every row that `source` will make; checked in submit().
+    std::vector<Row> local_extents;
+    std::vector<Row> remote_extents;
+    /// Null: the extents are the rows.
+    std::shared_ptr<const DescriptorSource> source;
+    std::optional<std::string> notify;
+    Clock::duration timeout{};
+};
+
+struct AgentOptions {
+    /// Random bytes that tell this agent from others of its name; peers wake it by them.
+    std::string incarnation;
+    /// Most bytes and rows of one native request; larger transfers are several requests, so that
+    /// deadlines are kept and other transfers get their turn.
+    std::uint64_t batch_bytes = 16U << 20U;
+    std::size_t batch_rows = 4096;
+};
+
+using DriverFactory = std::function<std::unique_ptr<Driver>()>;
 
 /// A peer on the agent's thread.
 struct Link {
@@ -82,6 +132,30 @@ struct Active {
     [[nodiscard]] bool is_moved() const noexcept {
         return expanded && next >= size() && running.empty();
     }
+};
+
+/// An eventfd: a thread sleeps on it, others wake that thread.
+class EventFd {
+  public:
+    /// @throws Error("StateError") when the process is out of descriptors
+    EventFd() : fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+        if (fd_ < 0) {
+            throw Error("StateError", "eventfd failed; the process may be out of descriptors");
+        }
+    }
+    EventFd(const EventFd&) = delete;
+    EventFd& operator=(const EventFd&) = delete;
+    ~EventFd() { ::close(fd_); }
+
+    [[nodiscard]] int fd() const noexcept { return fd_; }
+    void set() const noexcept { (void)::eventfd_write(fd_, 1); }
+    void clear() const noexcept {
+        eventfd_t count = 0;
+        (void)::eventfd_read(fd_, &count);
+    }
+
+  private:
+    int fd_;
 };
 
 class Loop;

@@ -104,8 +104,8 @@ def demo(
 ) -> None:
     """Move a real KV cache between prefill and decode processes here, and compare every byte.
 
-    Decode pulls scattered blocks from prefill by READ, prefill pushes others to decode by WRITE.
-    Exit status is 0 only if every byte that was moved is right and every other one untouched.
+    Decode reads scattered blocks from prefill, and prefill writes others to decode. Exit status is
+    0 only if every byte that was moved is right and every other byte untouched.
     """
     from pynixlkv.cli.demo import DemoOptions, run_demo
 
@@ -169,33 +169,33 @@ def bench(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few cases, in seconds.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the results too: a .png, .svg or .pdf file.")
+        Path | None, typer.Option(help="Draw the results in a .png, .svg or .pdf file.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds until giving up.")] = 1800.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     fault: Annotated[BenchFault | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Measure how fast bytes move between two processes here, and what limits that.
+    """Measure how fast bytes move between two processes of this machine.
 
-    Beside the thin binding and the agents run, in turns, ucx_perftest and a copy inside one
-    process. Exit status is 0 only if no run failed and every byte that was compared is right.
+    The thin binding and the agents take turns with ucx_perftest and a copy inside one process. Exit
+    status is 0 only if no run failed and every compared byte is right.
     """
     from pynixlkv.cli.bench.plot import check_plot, draw
-    from pynixlkv.cli.bench.run import BenchOptions, run_bench
+    from pynixlkv.cli.bench.run import run_bench
 
-    options = BenchOptions(
-        transports=tuple(transport) if transport else None,
-        quick=quick,
-        timeout_s=timeout,
-        fault=fault,
-    )
     signal.signal(signal.SIGTERM, _exit_on_terminate)
     failure: PynixlkvError | None = None
     with _progress() as on_progress:
         try:
             if plot is not None:
                 check_plot(plot)
-            report = run_bench(options, on_progress)
+            report = run_bench(
+                transport or None,
+                quick=quick,
+                timeout_s=timeout,
+                fault=fault,
+                on_progress=on_progress,
+            )
         except PynixlkvError as error:
             failure = error
     if failure is not None:

@@ -2,7 +2,7 @@
 
 A `ConnectorScheduler` lives with an engine's scheduler, and a `ConnectorWorker` with each of its
 ranks. In each step the engine passes a `ConnectorMetadata` from the scheduler to the workers, and
-reports what has `Finished` back. `KVTransferParams` go from producer to consumer with a request.
+the `Finished` of the workers back. `KVTransferParams` go from producer to consumer with a request.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pynixlkv.connector import messages
 from pynixlkv.errors import DuplicatePeerError, PeerLostError, PlanError
 from pynixlkv.plan import physical_blocks
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from pynixlkv.agent import Agent, Peer
-    from pynixlkv.connector.metadata import BlockLists
+    from pynixlkv.connector.metadata import BlockLists, ReqMeta
+    from pynixlkv.connector.staging import DeviceEvent, Direction, HostStaging
     from pynixlkv.geometry import Geometry, KVCache
 
 __all__ = ["Peers", "WorkerContext"]
@@ -41,6 +44,7 @@ class WorkerContext:
     hello: bytes
     max_bytes: int | None
     """Longest descriptor."""
+    staging: HostStaging | None
 
     def introduce(self, peer: Peer) -> None:
         """Tell a producer's rank how it reaches this worker."""
@@ -79,6 +83,20 @@ class WorkerContext:
                     )
                 tables[group.name] = physical_blocks(blocks[index], size // group.block_tokens)
         return tables, begins
+
+    def stage(self, direction: Direction, meta: ReqMeta) -> DeviceEvent | None:
+        """Start to copy a request between device and host; None if it has no host blocks."""
+        if self.staging is None or meta.host_blocks is None:
+            return None
+
+        def tables(blocks: BlockLists) -> BlockLists:
+            found, _ = self.tables_by_group(self.cache, blocks, meta.starts, meta.block_sizes)
+            return tuple(tuple(np.asarray(table).tolist()) for table in found.values())
+
+        host, device = tables(meta.host_blocks), tables(meta.blocks)
+        if direction == "h2d":
+            return self.staging.stage_in(host, device)
+        return self.staging.stage_out(device, host)
 
 
 class Peers:

@@ -67,14 +67,12 @@ class ConsumerHello(msgspec.Struct, frozen=True, tag="consumer_hello"):
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """The consumer still wants these requests."""
 
-    number: int
     requests: Annotated[list[tuple[str, Lease]], msgspec.Meta(max_length=MAX_ENTRIES)]
 
 
 class HeartbeatAck(msgspec.Struct, frozen=True, tag="heartbeat_ack"):
     """Answer to a heartbeat: those of its requests that are not held."""
 
-    number: int
     not_held: Annotated[list[tuple[str, Lease, LeaseStatus]], msgspec.Meta(max_length=MAX_ENTRIES)]
 
 

@@ -39,8 +39,6 @@ from pynixlkv.errors import (
 from pynixlkv.types import TransferState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy as np
 
     from pynixlkv.agent import Transfer
@@ -151,7 +149,6 @@ class Receiver:
         engines: RemoteEngines,
         config: ConnectorConfig,
         stats: ConnectorStats,
-        stage_in: Callable[[ReqMeta], DeviceEvent] | None = None,
     ) -> None:
         self._ctx = ctx
         self._words = words  # the memory of `ctx.lease_buffer`
@@ -159,7 +156,6 @@ class Receiver:
         self._engines = engines
         self._config = config
         self._stats = stats
-        self._stage_in = stage_in  # starts to copy a request's host blocks to the device
         self._requests: dict[str, _Request] = {}
         self._queued: dict[str, _Queued] = {}
         self._by_push_id: dict[int, _Request] = {}
@@ -168,7 +164,6 @@ class Receiver:
         self._releasing: list[tuple[KVTransferParams, RemoteEngine]] = []
         self._checks: list[_Check] = []
         self._outbox: dict[RemoteRank, list[tuple[str, Lease | None]]] = defaultdict(list)
-        self._heartbeat_number = 0
 
     # ---- the engine's commands
 
@@ -323,8 +318,7 @@ class Receiver:
                     due = min(due, source.check_at - now)
             if not request.pushing and all(source.is_held for source in request.sources):
                 request.step = _Step.STAGING
-                if self._stage_in is not None and request.meta.host_blocks is not None:
-                    request.staging = self._stage_in(request.meta)
+                request.staging = self._ctx.stage("h2d", request.meta)
         if request.step is _Step.STAGING:
             if request.staging is not None and not request.staging.query():
                 return _POLL_S
@@ -339,7 +333,7 @@ class Receiver:
     def _can_start(self, request: _Request) -> bool:
         engine = request.engine
         if engine.state is RemoteEngineState.DEAD:
-            raise engine.error or PeerLostError("the engine is dead", peer=engine.engine_id)
+            raise engine.death
         if engine.state is RemoteEngineState.CONNECTING:
             return False
         return self._config.transfer_mode == "pull" or all(p.has_answered for p in engine.sources)
@@ -551,10 +545,7 @@ class Receiver:
             request = self._requests.get(request_id) or self._queued.get(request_id)
             if request is not None and request.lease is not None and request.end is None:
                 wanted.append((str(request.remote.remote_request_id), request.lease))
-        heartbeats = []
-        for entries in _chunks(wanted) or [[]]:
-            self._heartbeat_number += 1
-            heartbeats.append(messages.encode(messages.Heartbeat(self._heartbeat_number, entries)))
+        heartbeats = [messages.encode(messages.Heartbeat(e)) for e in _chunks(wanted) or [[]]]
         for producer in engine.ranks:
             try:
                 if producer.unanswered:
@@ -574,11 +565,10 @@ class Receiver:
         if not engine.requests:
             return
         self._stats.count("peers_lost")
-        error = engine.error or PeerLostError("the engine is dead", peer=engine.engine_id)
-        _log.warning("producer engine %s is lost: %s", engine.engine_id, str(error))
+        _log.warning("producer engine %s is lost: %s", engine.engine_id, str(engine.death))
         for request in self._requests.values():
             if request.engine is engine:
-                self._fail(request, error)
+                self._fail(request, engine.death)
 
     # ---- ends
 

@@ -99,6 +99,12 @@ class RemoteEngine:
         """The ranks that bytes are read from."""
         return [rank for rank in self.ranks if rank.plans]
 
+    @property
+    def death(self) -> PynixlkvError:
+        """Why it is dead."""
+        assert self.error is not None  # `RemoteEngines.drop` sets it
+        return self.error
+
     def of_agent(self, name: str) -> RemoteRank | None:
         """Return the rank with an agent's name."""
         return next((rank for rank in self.ranks if rank.peer.name == name), None)

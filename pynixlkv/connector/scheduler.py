@@ -22,7 +22,7 @@ from pynixlkv.connector.metadata import (
 from pynixlkv.errors import ConfigError, PoolExhausted
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Sequence
 
     from pynixlkv.connector.metadata import BlockLists, Lease
     from pynixlkv.connector.staging import HostBlockPool
@@ -47,12 +47,6 @@ class GroupSpec:
 class _Receiving:
     host_blocks: BlockLists | None
     is_aborted: bool = False
-
-
-@dataclass
-class _Held:
-    lease: Lease
-    host_blocks: BlockLists | None
 
 
 class ConnectorScheduler:
@@ -100,7 +94,7 @@ class ConnectorScheduler:
         self._open: dict[str, KVTransferParams] = {}  # nothing has been decided yet
         self._receiving: dict[str, _Receiving] = {}
         self._settled: set[str] = set()  # received, or not to be
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, tuple[Lease, BlockLists | None]] = {}
 
     # ---- consumer
 
@@ -131,7 +125,7 @@ class ConnectorScheduler:
     def get_num_new_matched_tokens(
         self, request: RequestInfo, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens can be fetched beyond the local ones. Changes nothing.
+        """Return how many tokens can be fetched beyond the local ones; may be called repeatedly.
 
         Returns
         -------
@@ -298,7 +292,7 @@ class ConnectorScheduler:
             return self._not_held(request, "the producer's host blocks are all in use")
         group = request.params.sibling_group
         meta = replace(staged, lease=lease, sibling_group=group)
-        self._held[request.request_id] = _Held(lease, meta.host_blocks)
+        self._held[request.request_id] = lease, meta.host_blocks
         self._next.reqs_to_send[request.request_id] = meta
         params = KVTransferParams(
             do_remote_prefill=True,
@@ -355,16 +349,16 @@ class ConnectorScheduler:
     def update_finished(
         self,
         *,
-        sent: set[str] | frozenset[str] = frozenset(),
-        received: set[str] | frozenset[str] = frozenset(),
-        failed: set[str] | frozenset[str] | Mapping[str, object] = frozenset(),
+        sent: Collection[str] = (),
+        received: Collection[str] = (),
+        failed: Collection[str] = (),
     ) -> None:
         """Take reports of `Finished`; a request is `sent` once every worker has reported it."""
         for request_id in sent:
-            held = self._held.pop(request_id, None)
-            if held is not None:
-                self._slots.give_back(held.lease)
-                self._free_host(held.host_blocks)
+            if request_id in self._held:
+                lease, host_blocks = self._held.pop(request_id)
+                self._slots.give_back(lease)
+                self._free_host(host_blocks)
         for request_id in (*received, *failed):
             receiving = self._receiving.pop(request_id, None)
             if receiving is not None:
@@ -375,11 +369,6 @@ class ConnectorScheduler:
     def _free_host(self, blocks: BlockLists | None) -> None:
         if blocks is not None and self._host_pool is not None:
             self._host_pool.free(blocks)
-
-    @property
-    def num_held(self) -> int:
-        """Requests that are held for consumers."""
-        return len(self._held)
 
     @property
     def num_receiving(self) -> int:

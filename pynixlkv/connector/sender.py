@@ -41,7 +41,7 @@ __all__ = ["Consumer", "Sender"]
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.001
-_HELLO_ACK = messages.HeartbeatAck(0, [])
+_HELLO_ACK = messages.HeartbeatAck([])
 """Acknowledges a `ConsumerHello`."""
 _MAX_REMEMBERED = 4096
 """Most entries of each kind that messages of peers can make a producer remember."""
@@ -132,7 +132,6 @@ class Sender:
         peers: Peers,
         config: ConnectorConfig,
         stats: ConnectorStats,
-        stage_out: Callable[[ReqMeta], DeviceEvent] | None = None,
     ) -> None:
         self._ctx = ctx
         self._groups = {group.name: group for group in ctx.cache.groups}
@@ -141,7 +140,6 @@ class Sender:
         self._peers = peers
         self._config = config
         self._stats = stats
-        self._stage_out = stage_out  # starts to copy a request's device blocks to the host
         self._saving: dict[str, ReqMeta] = {}
         self._layers: deque[_Layer] = deque()
         self._held: dict[str, _Held] = {}
@@ -288,7 +286,7 @@ class Sender:
                 if state is LeaseStatus.HELD:  # it is about to end
                     state = LeaseStatus.ENDED
                 not_held.append((request_id, lease, state))
-        self._answer(agent, messages.HeartbeatAck(message.number, not_held))
+        self._answer(agent, messages.HeartbeatAck(not_held))
 
     def on_release(self, message: messages.Release) -> None:
         """Note that a consumer's rank is done with requests."""
@@ -441,11 +439,10 @@ class Sender:
         try:
             if held.event is not None and not held.event.query():
                 return _POLL_S
-            host = held.meta.host_blocks
-            if self._stage_out is not None and host is not None and not held.is_staged:
+            if not held.is_staged:
                 held.is_staged = True
-                held.event = self._stage_out(held.meta)
-                if not held.event.query():
+                held.event = self._ctx.stage("d2h", held.meta)
+                if held.event is not None and not held.event.query():
                     return _POLL_S
             self._table.grant(held.lease)
         except Exception as error:

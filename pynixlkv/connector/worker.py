@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-
 from pynixlkv._clock import ObservedClock
 from pynixlkv.connector import messages
 from pynixlkv.connector.config import ConnectorConfig
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from pynixlkv.agent import Agent
-    from pynixlkv.connector.metadata import BlockLists, Rank, ReqMeta
+    from pynixlkv.connector.metadata import Rank, ReqMeta
     from pynixlkv.connector.remote_engines import Fetch
     from pynixlkv.connector.staging import DeviceEvent, HostStaging
     from pynixlkv.geometry import KVCache
@@ -68,25 +66,6 @@ class Finished:
 
     def __bool__(self) -> bool:
         return bool(self.sent or self.received or self.failed)
-
-
-def _stage_in(staging: HostStaging, ctx: WorkerContext, meta: ReqMeta) -> DeviceEvent:
-    return staging.stage_in(*_staged_tables(ctx, meta))
-
-
-def _stage_out(staging: HostStaging, ctx: WorkerContext, meta: ReqMeta) -> DeviceEvent:
-    host, device = _staged_tables(ctx, meta)
-    return staging.stage_out(device, host)
-
-
-def _staged_tables(ctx: WorkerContext, meta: ReqMeta) -> tuple[BlockLists, BlockLists]:
-    """Return a request's host and device blocks, one table for each group of the caches."""
-
-    def tables(blocks: BlockLists) -> BlockLists:
-        found, _ = ctx.tables_by_group(ctx.cache, blocks, meta.starts, meta.block_sizes)
-        return tuple(tuple(np.asarray(table).tolist()) for table in found.values())
-
-    return tables(meta.host_blocks or ()), tables(meta.blocks)
 
 
 def _side_channel(config: ConnectorConfig, secret: bytes | str | None) -> Fetch:
@@ -219,18 +198,13 @@ class ConnectorWorker:
             or {group.name: i for i, group in enumerate(moved.geometry.groups)},
             hello=self._agent.hello(moved, table.cache),
             max_bytes=self._config.max_bytes,
+            staging=staging,
         )
         self._executor = ThreadPoolExecutor(_NUM_HANDSHAKES, "pynixlkv-handshake")
         peers = Peers(self._agent)
         self._engines = RemoteEngines(ctx, self._fetch, self._submit, peers, self._config)
-        self._receiver = Receiver(
-            ctx, words, self._engines, self._config, self.stats,
-            stage_in=None if staging is None else partial(_stage_in, staging, ctx),
-        )  # fmt: skip
-        self._sender = Sender(
-            ctx, table, self._submit, peers, self._config, self.stats,
-            stage_out=None if staging is None else partial(_stage_out, staging, ctx),
-        )  # fmt: skip
+        self._receiver = Receiver(ctx, words, self._engines, self._config, self.stats)
+        self._sender = Sender(ctx, table, self._submit, peers, self._config, self.stats)
         if self._background:
             self._thread = threading.Thread(
                 target=self._run, name="pynixlkv-connector", daemon=True

@@ -39,7 +39,7 @@ __all__ = ["Channel", "ChildProcess", "ProcessGroup", "RunError", "parent"]
 Function = str | Callable[..., Any]
 
 DEADLINE_S = 300.0
-_GRACE_S = 5.0
+_GRACE_S = 30.0
 _SHOWN_LINES = 15
 _MAIN = (
     "import sys; sys.path[:] = sys.argv[2:]; "

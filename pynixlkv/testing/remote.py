@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pynixlkv.agent import Agent, Peer, Transfer
     from pynixlkv.testing import FakeNetwork
 
-__all__ = ["HostPool", "LocalRemote", "Pool", "ProcessRemote", "Remote"]
+__all__ = ["LocalRemote", "Pool", "ProcessRemote", "Remote"]
 
 
 class Pool:
@@ -235,26 +235,6 @@ class LocalRemote:
             self._local = None
 
 
-class HostPool:
-    """Processes that remotes use one after the other: a start takes longer than most tests."""
-
-    def __init__(self) -> None:
-        self._idle: list[ChildProcess] = []
-
-    def take(self) -> ChildProcess:
-        """Return an idle process, or start one."""
-        return self._idle.pop() if self._idle else ChildProcess("the remote process")
-
-    def give_back(self, host: ChildProcess) -> None:
-        """Take back a process whose agent is closed."""
-        self._idle.append(host)
-
-    def close(self) -> None:
-        """End all idle processes."""
-        while self._idle:
-            self._idle.pop().end()
-
-
 class ProcessRemote:
     """The other side in a child process of its own.
 
@@ -264,8 +244,9 @@ class ProcessRemote:
         Makes an agent from its name; a top-level class or function, or a partial of one.
     name, axes : str
         Agent name, axes of the pool.
-    hosts : HostPool, optional
-        Lends the process; by default the remote starts one and ends it.
+    hosts : list of ChildProcess, optional
+        Idle processes, which several remotes share because a start takes longer than most tests; by
+        default the remote starts a process and ends it.
     """
 
     def __init__(
@@ -273,7 +254,7 @@ class ProcessRemote:
         make: Callable[[str], Agent],
         name: str = "remote",
         axes: str = "KBHND",
-        hosts: HostPool | None = None,
+        hosts: list[ChildProcess] | None = None,
     ) -> None:
         self.name = name
         self._make = make
@@ -283,7 +264,7 @@ class ProcessRemote:
 
     def start(self) -> None:
         """Start the process, again after `kill`."""
-        self._host = (self._hosts or HostPool()).take()
+        self._host = self._hosts.pop() if self._hosts else ChildProcess("the remote process")
         self._host.call(_AgentWithPool, self._make, self.name, self._axes, keep=True)
 
     def _call(self, command: str, *arguments: object) -> object:
@@ -332,7 +313,7 @@ class ProcessRemote:
         except BaseException:
             self.kill()
             raise
-        if self._hosts:
-            self._hosts.give_back(self._host)
-        else:
+        if self._hosts is None:
             self._host.end()
+        else:
+            self._hosts.append(self._host)

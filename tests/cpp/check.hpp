@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.hpp"
+
 namespace check {
 
 struct Case {
@@ -42,6 +44,20 @@ void equal(const char* file, int line, const char* text, const A& a, const B& b)
         out << text << ": " << a << " != " << b;
         fail(file, line, out.str());
     }
+}
+
+/// "Kind: message" of the error that `body` throws, or "no error".
+inline std::string error_of(const std::function<void()>& body) {
+    try {
+        body();
+    } catch (const pynixlkv::Error& e) {
+        return e.kind() + ": " + e.what();
+    }
+    return "no error";
+}
+
+inline bool contains(const std::string& text, const std::string& part) {
+    return text.find(part) != std::string::npos;
 }
 
 inline int run() {
@@ -82,4 +98,9 @@ inline int run() {
             thrown = true;                                                           \
         }                                                                            \
         if (!thrown) check::fail(__FILE__, __LINE__, #expr " did not throw " #type); \
+    } while (false)
+#define CHECK_ERROR(part, ...)                                                             \
+    do {                                                                                   \
+        const std::string seen = check::error_of([&] { (void)(__VA_ARGS__); });            \
+        if (!check::contains(seen, part)) check::fail(__FILE__, __LINE__, "saw: " + seen); \
     } while (false)

@@ -8,7 +8,6 @@
 
 #include "check.hpp"
 #include "kv/radix.hpp"
-#include "kv_errors.hpp"
 
 using namespace pynixlkv::kv;
 using pynixlkv::Row;

@@ -6,7 +6,6 @@
 
 #include "check.hpp"
 #include "kv/checks.hpp"
-#include "kv_errors.hpp"
 
 using namespace pynixlkv::kv;
 
@@ -224,8 +223,8 @@ TEST_CASE("whether two boxes overlap agrees with counting their bytes") {
         const bool meet =
             std::any_of(a.begin(), a.end(), [&](std::uint64_t byte) { return b.contains(byte); });
         const Geometry g{{{1000, 1 << 20, 0}}, {group}};
-        const std::string seen = kv_test::error_of([&] { (void)checked(g); });
-        CHECK_EQ(kv_test::contains(seen, "overlap in memory"), meet);
+        const std::string seen = check::error_of([&] { (void)checked(g); });
+        CHECK_EQ(check::contains(seen, "overlap in memory"), meet);
         CHECK_EQ(seen == "no error", !meet);
         ++(meet ? overlapping : apart);
     }

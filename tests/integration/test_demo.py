@@ -1,4 +1,4 @@
-"""The demo as a program: real processes, real bytes, and every way in which it must not pass."""
+"""The demo as a program: real processes, every byte compared, every failure reported."""
 
 import json
 import os
@@ -105,7 +105,7 @@ def test_an_interrupt_leaves_no_process_behind(number):
     watched = psutil.Process(demo.pid)
     deadline = time.monotonic() + 300
     ranks = []
-    # The stopped rank shows that everything is set up and the other rank waits for it.
+    # Once a rank is stopped, everything is set up and the other rank waits for it.
     while not any(rank.status() == psutil.STATUS_STOPPED for rank in ranks):
         assert time.monotonic() < deadline
         assert demo.poll() is None
@@ -119,7 +119,7 @@ def test_an_interrupt_leaves_no_process_behind(number):
     assert alive == []
 
 
-def test_people_get_a_table_and_a_last_line_with_the_verified_bytes():
+def test_the_terminal_shows_a_table_and_the_verified_bytes():
     done = subprocess.run(
         [sys.executable, "-m", "pynixlkv", "demo", "--blocks", "1"],
         check=True, capture_output=True, text=True, timeout=300,

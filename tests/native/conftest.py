@@ -3,15 +3,15 @@
 import pytest
 
 from pynixlkv.nixl import Agent
-from pynixlkv.testing.remote import HostPool
 
 
 @pytest.fixture(scope="session")
 def hosts():
     """Share processes between the remotes of many tests."""
-    pool = HostPool()
-    yield pool
-    pool.close()
+    idle = []
+    yield idle
+    for host in idle:
+        assert host.end() == 0
 
 
 @pytest.fixture

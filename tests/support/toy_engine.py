@@ -37,13 +37,7 @@ POISON = 0xDEAD
 
 @dataclass(frozen=True)
 class Model:
-    """What both sides agree about.
-
-    Parameters
-    ----------
-    axes : str
-        Order of a layer's dimensions, of the letters K B H N D.
-    """
+    """What both sides agree about."""
 
     layers: int = 2
     kv_heads: int | None = 4
@@ -163,16 +157,7 @@ class Outcome:
 class ToyEngine:
     """Scheduler and workers in one process, stepped by hand.
 
-    Parameters
-    ----------
-    make_agent : callable
-        Makes the agent of a rank from its name.
-    fetch : Fetch, optional
-        The side channel, if it is another than `Handshake`.
-    clock : callable
-        Seconds.
-    longest_gap : float
-        As for `ConnectorWorker`; infinite where the test moves the clock in long steps.
+    `make_agent` makes the agent of a rank from its name; `fetch` replaces `Handshake`.
     """
 
     def __init__(
@@ -237,6 +222,11 @@ class ToyEngine:
     def stats(self) -> StatsSnapshot:
         """What the first rank has counted."""
         return self.ranks[0].worker.stats.snapshot()
+
+    @property
+    def num_running(self) -> int:
+        """Transfers that all agents have begun and not ended."""
+        return sum(rank.agent._native.running for rank in self.ranks)
 
     def allocate(self, num_tokens: int, num_there: int = 0) -> list[int]:
         """Take blocks for tokens, beyond those that are there; the oldest free ones first."""

@@ -121,7 +121,7 @@ class Driver:
         return sum(rank.worker.stats.snapshot().pushes for rank in self.engine.ranks)
 
     def num_running(self):
-        return sum(rank.agent._native.running for rank in self.engine.ranks)
+        return self.engine.num_running
 
     def errors(self):
         return sum(

@@ -50,12 +50,7 @@ class FakeEvent:
 class World:
     """Engines that can reach each other; nothing in them moves unless `round` is called.
 
-    Parameters
-    ----------
-    mode : str
-        Transfer mode of all engines.
-    **config
-        Options of `ConnectorConfig`.
+    `config` are options of `ConnectorConfig`.
     """
 
     engine_class = ToyEngine
@@ -64,6 +59,7 @@ class World:
         self.network, self.clock = FakeNetwork(), Clock()
         self.config = ConnectorConfig(transfer_mode=mode, **config)  # type: ignore[arg-type]
         self.engines: dict[str, ToyEngine] = {}
+        self._order: dict[str, int] = {}
         self.book: dict[str, Mapping[Rank, bytes]] = {}
         self.outcomes: dict[str, Outcome] = {}
         self.unreachable: set[str] = set()
@@ -89,6 +85,7 @@ class World:
             **options,  # type: ignore[arg-type]
         )
         engine.scheduler.address = (f"host-{engine_id}", 5600)
+        self._order.setdefault(engine_id, len(self._order))
         self.engines[engine_id] = engine
         self.book[engine_id] = engine.hellos
         self.outcomes[engine_id] = Outcome()
@@ -123,7 +120,9 @@ class World:
 
     def round(self) -> None:
         """Let every engine make a step, and note what has become of requests."""
-        for engine_id in self.engines:
+        # A successor keeps its place: a producer grants leases before its consumer looks for them,
+        # which would wait for the clock to look again.
+        for engine_id in sorted(self.engines, key=self._order.__getitem__):
             self.step(engine_id)
 
     def step(self, engine_id: str) -> Outcome:
@@ -176,10 +175,7 @@ class World:
     def before_reads(self, engine_id: str, action: Callable[[str], None]) -> list[str]:
         """Call a function with the name of the peer before blocks are read from it.
 
-        Returns
-        -------
-        list of str
-            Grows by the peer of each such read.
+        The returned list grows by the peer of each such read.
         """
         begun: list[str] = []
 
@@ -220,6 +216,11 @@ class World:
     def end_of(self, engine_id: str, request_id: str) -> list[object]:
         """Return the end states of a request at the ranks where it failed."""
         return [end.state for end in self.outcomes[engine_id].failed[request_id]]
+
+    def deliver(self, engine_id: str, sender: str, message: messages.Message) -> None:
+        """Give the first rank of an engine a message, as if it came from an agent."""
+        worker = self.engines[engine_id].ranks[0].worker
+        worker._on_notification(sender, messages.encode(message), self.clock.now)
 
     def listen(self, engine_id: str) -> Inbox:
         """Record the messages that reach an engine, and still deliver them."""

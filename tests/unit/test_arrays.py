@@ -43,14 +43,6 @@ def test_empty_is_of_the_wanted_shape() -> None:
     assert integers("ids", (), ConfigError, columns=3).shape == (0, 3)
 
 
-def test_takes_only_the_type_that_is_asked_for() -> None:
-    rows = np.zeros((2, 3), np.uint64)
-    assert integers("rows", rows, PlanError, columns=3, dtype=np.uint64) is rows
-    for wrong, seen in ((rows.astype(np.int64), "int64 array"), (rows.tolist(), "list")):
-        with pytest.raises(PlanError, match=f"rows must be a uint64 array .*, not {seen}"):
-            integers("rows", wrong, PlanError, columns=3, dtype=np.uint64)
-
-
 def test_finds_the_first_number_out_of_range() -> None:
     assert first_outside(np.array([1, 5, -1, 9]), 0, 8) == (2,)
     assert first_outside(np.array([[1, 2], [3, 4]], np.uint64), 0, 3) == (1, 1)

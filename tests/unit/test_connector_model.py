@@ -1,9 +1,9 @@
 """Random interleavings of everything that engines, peers, networks and clocks can do.
 
-Freed blocks are poisoned at once and reused first. After every step: blocks that belong to nobody
-are still poisoned, so nothing writes into what was given back; what is reported as received is
-right in every element, and stays so; no request ends twice. In the end, when all faults are
-over and time has passed, every request has ended and every block that was kept is free.
+Freed blocks are poisoned at once and reused first. After every step: free blocks are still
+poisoned, so they were not written; received requests are right in every element, and stay so; no
+request ends twice. In the end, after all faults and some time, every request has ended and every
+held block is free.
 
 The agents move bytes on threads of their own, so that one sequence of rules has many courses. What
 is drawn does not depend on them: rules that find nothing to do do nothing.
@@ -243,7 +243,7 @@ class KitMachine(RuleBasedStateMachine):
             return
         self.open.add(request_id)
         if is_busy and computed == 0:
-            # A step that is still under way writes into the blocks.
+            # A step that is still running writes into the blocks.
             self.d.event = self.d.event or FakeEvent()
             blocks, engine = list(request.blocks), self.d
             self.d.late.append((request_id, lambda: engine.poison(blocks)))
@@ -268,7 +268,7 @@ class KitMachine(RuleBasedStateMachine):
         if not self.here:
             return
         request_id = self.here.pop(pick % len(self.here))
-        assert self.d.holds(request_id), "what was received has changed"
+        assert self.d.holds(request_id), "a received request has changed"
         self.d.finish(request_id)
 
     @rule(
@@ -380,7 +380,7 @@ class KitMachine(RuleBasedStateMachine):
 
     @rule(pick=PICK, role=FAULTY, shift=st.sampled_from([0, 1, 2]))
     def meddle(self, pick, role, shift):
-        """A stranger says what it likes, and some of it is well-formed."""
+        """A stranger sends messages, some of them well-formed."""
         if not self.offers:
             return
         _, _, params = self.offers[pick % len(self.offers)]
@@ -392,15 +392,15 @@ class KitMachine(RuleBasedStateMachine):
             peer = stranger.connect(self.world.engines[self.alias[role]].hellos[0, 0])
             for message in (
                 messages.Release(reader, [(request_id, wrong)]),
-                messages.Heartbeat(7, [(request_id, wrong), (request_id, lease)]),
-                messages.HeartbeatAck(3, [(request_id, lease, messages.LeaseStatus.ENDED)]),
+                messages.Heartbeat([(request_id, wrong), (request_id, lease)]),
+                messages.HeartbeatAck([(request_id, lease, messages.LeaseStatus.ENDED)]),
                 messages.PushDone(12345, False, ""),
                 messages.CancelPush(12345),
                 messages.Push(reader, 1, request_id, wrong, ((0,),), (0,), (), 1),
             ):
                 stranger.notify(peer, messages.encode(message))
 
-    # ---- what is always so
+    # ---- invariants
 
     @invariant()
     def nothing_writes_into_free_blocks(self):
@@ -445,7 +445,7 @@ class KitMachine(RuleBasedStateMachine):
         assert len(self.p.free) == NUM_BLOCKS
         assert self.p.scheduler.num_free_leases == 8
         for request_id in self.here:
-            assert self.d.holds(request_id), "what was received has changed"
+            assert self.d.holds(request_id), "a received request has changed"
         for engine in (self.p, self.d):
             assert not engine._reports, "not all ranks have reported"
             for rank in engine.ranks:

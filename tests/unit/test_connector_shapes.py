@@ -35,6 +35,6 @@ def test_every_rank_gets_its_layers_and_heads(kind, shape, mode):
             assert decode.schedule(f"d{number}", num_computed) == num_tokens - num_computed
             world.until(lambda name=f"d{number}": name in world.outcomes["D"].received)
             assert decode.holds(f"d{number}")
-            # Every stage and rank of the producer lets go, those that nobody reads from too.
+            # Every stage and rank of the producer is released, unread ones too.
             world.until(lambda name=name: name in world.outcomes["P"].sent)
         assert not world.outcomes["D"].failed

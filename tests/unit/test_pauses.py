@@ -1,8 +1,9 @@
-"""A process that is stopped, or starved by its host, takes its own pause for nobody's silence."""
+"""A process that was stopped or starved blames no peer for its own pause."""
 
 import pytest
 from toy_world import FakeEvent, World
 
+from pynixlkv._clock import ObservedClock
 from pynixlkv.connector.metadata import EndState
 from pynixlkv.errors import PeerLostError
 
@@ -27,6 +28,17 @@ def fetch(world, decode, params):
     decode.arrive("d1", 7, 13, params)
     decode.schedule("d1")
     world.quiet()
+
+
+def test_a_clock_leaves_pauses_out():
+    now = 100.0
+    clock = ObservedClock(lambda: now, LONGEST_GAP_S)
+    now += 2.0
+    assert (clock(), clock.was_paused) == (102.0, False)
+    now += 60.0
+    assert (clock(), clock.was_paused) == (102.0, True)
+    now += 1.5
+    assert (clock(), clock.was_paused) == (103.5, False)
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])

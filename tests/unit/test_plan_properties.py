@@ -1,4 +1,4 @@
-"""Plans between random pairs of layouts move what the reference says, and not one byte more.
+"""Plans between random pairs of layouts move exactly the bytes of a slow reference.
 
 Run more examples with ``HYPOTHESIS_MAX_EXAMPLES=5000``; without it the tests stay fast.
 """
@@ -36,7 +36,7 @@ many = settings(
 
 @dataclass(frozen=True)
 class Model:
-    """What both sides agree on."""
+    """The facts that both sides share."""
 
     kv_heads: int | None
     num_layers: int
@@ -46,7 +46,7 @@ class Model:
 
 
 class Ranks(NamedTuple):
-    """A group's tensor-parallel size, and the ways in which it shares tokens."""
+    """Tensor- and context-parallel sizes of a group."""
 
     size: int
     dcp: int
@@ -83,7 +83,7 @@ def shapes(draw, model: Model, ranks: Ranks, rank: int, layers: tuple[int, ...])
         axes = "".join(draw(st.permutations(letters)))
         if len(heads) == 1 and draw(st.booleans()):
             axes = axes.replace("H", "")
-    # In memory in the same order, in another, or with all layers in one storage.
+    # In the same order in memory, in another, or with all layers in one storage.
     kind = draw(st.sampled_from(["as is", "permuted", "one storage"]))
     letters = axes if kind != "one storage" or "L" in axes else "L" + axes
     order = axes if kind == "as is" else "".join(draw(st.permutations(letters)))
@@ -117,7 +117,7 @@ def layer_sets(draw, model: Model) -> tuple[int, ...]:
 
 
 class Tables(NamedTuple):
-    """Block tables of one sequence, and the arguments that go with them."""
+    """Block tables of one sequence and their positions."""
 
     local_blocks: list[int]
     remote_blocks: list[int]
@@ -180,7 +180,7 @@ def assert_same(buffers: list[np.ndarray], expected: list[np.ndarray]) -> None:
 @many
 @given(data=st.data())
 def test_reading_from_every_source_completes_the_local_blocks(data) -> None:
-    """The whole path of a reader: choose sources, plan each, apply each, compare every byte."""
+    """Choose sources, plan and apply each, and compare every byte."""
     model = data.draw(models())
     local_ranks, remote_ranks = data.draw(groups(model.kv_heads)), data.draw(groups(model.kv_heads))
     rank = data.draw(st.integers(0, local_ranks.size - 1))
@@ -205,7 +205,7 @@ def test_reading_from_every_source_completes_the_local_blocks(data) -> None:
     wholes = [buffer.copy() for buffer in local.buffers]
     moved_elements = moved_bytes = 0
     for number, source in enumerate(sources):
-        # One layout and one table on the whole remote side; heads and tokens as each rank has them.
+        # All remote ranks share a layout and a table, and differ in heads and tokens.
         shape = replace(
             like,
             heads=held_heads(source.rank, remote_ranks.size, model.kv_heads),
@@ -244,7 +244,7 @@ def test_reading_from_every_source_completes_the_local_blocks(data) -> None:
         moved_bytes += int(here[:, 1].sum())
     assert_same(local.buffers, expected)
 
-    # The sources together give all that the tables have in common, and nothing twice.
+    # Together the sources cover all that the tables share, once.
     unit = local.shape.block_size * local.shape.token_ranks
     remote_unit = like.block_size * like.token_ranks
     ends = [
@@ -265,7 +265,7 @@ def test_reading_from_every_source_completes_the_local_blocks(data) -> None:
 
 
 class Pair(NamedTuple):
-    """Two single ranks that hold the same, and a plan between them."""
+    """Two single ranks with equal contents and a plan between them."""
 
     model: Model
     local: Side
@@ -276,7 +276,7 @@ class Pair(NamedTuple):
 
 @st.composite
 def pairs(draw, *, same_blocks: bool = False) -> Pair:
-    """Whole caches on both sides, in layouts of their own."""
+    """Whole caches on both sides, in different layouts."""
     model = draw(models())
     alone = Ranks(1, 1)
     layers = tuple(range(model.num_layers))
@@ -337,7 +337,7 @@ def test_the_order_of_block_pairs_changes_nothing(data) -> None:
 @many
 @given(data=st.data())
 def test_coverage_says_what_can_be_moved(data) -> None:
-    """Tables of any length: coverage agrees with a count by hand, and what it names moves."""
+    """Tables of any length: coverage agrees with a naive count and can be moved."""
     _, local, remote, plan, max_bytes = data.draw(pairs())
     sides = (local.shape, remote.shape)
     starts = [shape.block_size * data.draw(st.integers(0, 3)) for shape in sides]
@@ -415,7 +415,7 @@ def test_the_description_adds_up(data) -> None:
 @many
 @given(data=st.data())
 def test_groups_have_tables_of_their_own(data) -> None:
-    """Attention layers, a latent draft and state in one plan: each moves by its own table."""
+    """Attention layers, a latent draft and state in one plan, each with its own table."""
     names = data.draw(st.permutations(["attention", "draft", "state"]))
     kinds = {}
     for seed, name in enumerate(names):
@@ -496,7 +496,7 @@ def test_groups_have_tables_of_their_own(data) -> None:
 @many
 @given(data=st.data())
 def test_an_opaque_token_axis_moves_whole_blocks(data) -> None:
-    """Pages that may be cut by head but not by token: a tail is rounded up to the block."""
+    """Pages that can be split by head but not by token: a tail is rounded up to the block."""
     model = replace(data.draw(models()), interleave=1)
     kv_heads = data.draw(st.sampled_from([2, 4, 6]))
     model = replace(model, kv_heads=kv_heads)
@@ -514,7 +514,7 @@ def test_an_opaque_token_axis_moves_whole_blocks(data) -> None:
             block_size=block_size,
             head_dim=model.head_dim,
             itemsize=model.itemsize,
-            # What is outside the token axis may differ.
+            # Axes outside the token axis may differ.
             order=data.draw(st.sampled_from(["BHNC", "HBNC", "LBHNC", "BLHNC", "BHLNC"])),
         )
         side = Side(shape, seed)
@@ -556,10 +556,10 @@ def test_an_opaque_token_axis_moves_whole_blocks(data) -> None:
 
 
 def test_layers_of_one_group_may_have_strides_of_their_own() -> None:
-    """Two layers that adjoin at block 0 and nowhere else are one run there and two elsewhere."""
+    """Layers that adjoin only at block 0 are one run there and two elsewhere."""
     local = np.zeros((2, 2, 4), np.uint8)
     memory = np.arange(1, 81, dtype=np.uint8)
-    # Layer 0 has its blocks at 0 and 12, layer 1 at 4 and 32.
+    # Blocks of layer 0 are at 0 and 12, of layer 1 at 4 and 32.
     remote = {
         "layer.0": np.lib.stride_tricks.as_strided(memory, (2, 4), (12, 1)),
         "layer.1": np.lib.stride_tricks.as_strided(memory[4:], (2, 4), (28, 1)),

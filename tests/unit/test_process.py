@@ -4,9 +4,11 @@ import os
 import sys
 import time
 
+import psutil
 import pytest
 
 from pynixlkv.errors import ConfigError
+from pynixlkv.testing import process
 from pynixlkv.testing.process import ChildProcess, ProcessGroup, RunError, parent
 
 
@@ -96,6 +98,23 @@ def test_a_call_has_a_deadline():
         with pytest.raises(RunError, match=r"no answer from worker within 0.1 s"):
             child.receive(0.1)
         child.kill()
+
+
+def test_a_call_that_outlasts_its_deadline_ends_the_child_with_its_stacks(tmp_path):
+    child = ChildProcess("worker", output=tmp_path / "output")
+    child.post(time.sleep, 60, timeout=0.1 - process._GRACE_S)
+    with pytest.raises(RunError, match=r"(?s)worker exited with 1 in the middle.*Timeout.*serve"):
+        child.receive()
+    child.kill()
+
+
+def test_a_child_does_not_outlive_its_parent():
+    with ChildProcess() as child:
+        child.call(ChildProcess, keep=True)
+        grandchild = psutil.Process(child.call("call", os.getpid))
+        child.kill()
+    psutil.wait_procs([grandchild], timeout=30)
+    assert not grandchild.is_running()
 
 
 def test_a_stopped_child_goes_on_where_it_was():

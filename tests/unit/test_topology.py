@@ -1,4 +1,4 @@
-"""Who holds what and who reads from whom: brute force, and the table of a running peer."""
+"""Held heads and read sources, against brute force and the table of a running peer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def golden_id(row: dict) -> str:
 
 @st.composite
 def splits(draw) -> tuple[int | None, int]:
-    """A head count, and a group size that it can be cut into."""
+    """A head count and a group size that the heads can be cut into."""
     kv_heads = draw(st.one_of(st.none(), st.integers(1, 24)))
     size = draw(st.integers(1, 32))
     assume(kv_heads is None or size > kv_heads or kv_heads % size == 0)
@@ -44,7 +44,7 @@ def splits(draw) -> tuple[int | None, int]:
 
 @st.composite
 def groups(draw, kv_heads: int | None) -> tuple[int, int]:
-    """A group size for the heads, and a number of ways in which it can share tokens."""
+    """A group size and a context-parallel size that fit the heads."""
     heads = kv_heads or 1
     divisors = [size for size in range(1, heads + 1) if heads % size == 0]
     size = draw(st.sampled_from([*divisors, *range(heads + 1, 3 * heads + 16)]))
@@ -59,7 +59,7 @@ def two_groups(draw):
     return kv_heads, draw(groups(kv_heads)), draw(groups(kv_heads))
 
 
-# What a rank holds.
+# Held heads, layers and tokens.
 
 
 def test_twelve_heads_over_four_and_over_six() -> None:
@@ -183,7 +183,7 @@ def test_tokens_example() -> None:
         held_tokens(0, 1, 8, interleave=0)
 
 
-# Who reads from whom.
+# Sources, readers and release targets.
 
 
 @pytest.mark.parametrize("row", GOLDEN["rows"], ids=golden_id)
@@ -194,7 +194,7 @@ def test_golden_sources(row) -> None:
 
     sources = read_sources(kv_heads, local=local, remote_size=remote_size)
 
-    # Any holder of a head is right: compare what is read, and how many ranks it takes.
+    # Any holder of a head is right: compare the heads and the number of ranks.
     wanted = [head for source in sources for head in source.heads]
     assert wanted == list(held_heads(*local, kv_heads))
     for source in sources:

@@ -7,7 +7,7 @@ import pytest
 
 from pynixlkv.errors import PlanError
 from pynixlkv.geometry import KVCache
-from pynixlkv.plan import TransferPlan, physical_blocks
+from pynixlkv.plan import TransferPlan
 from pynixlkv.topology import Source, expected_readers, read_sources, release_targets
 
 from .reference import apply
@@ -139,11 +139,6 @@ def test_mla_is_read_once_and_released_everywhere() -> None:
         _, there = plan.descriptors([1], [2])
         assert offsets(there, producer) == [(2 * block_bytes, block_bytes)]
     assert len(expected_readers(None, local=(0, 1), remote_size=8)) == 8
-
-
-def test_physical_blocks_smaller_than_logical_ones() -> None:
-    """Four physical blocks to a logical one."""
-    assert physical_blocks([3, 5], 4).tolist() == [12, 13, 14, 15, 20, 21, 22, 23]
 
 
 def test_every_layer_and_block_has_a_descriptor_of_its_own() -> None:

@@ -33,7 +33,7 @@ def test_no_compiler_can_be_found(environment):
     assert set(environment.run("python", "-c", code).strip("[]\n").split(", ")) == {"None"}
 
 
-def test_info_says_what_is_there(environment):
+def test_info_lists_the_installed_libraries(environment):
     if not environment.libraries:
         assert 'pip install "pynixlkv[cli]"' in environment.run("pynixlkv", "info", status=2)
         code = "import pynixlkv, json; print(json.dumps(pynixlkv.native_report().to_dict()))"
@@ -48,15 +48,15 @@ def test_info_says_what_is_there(environment):
         assert "libucx" not in origins["ucx"]
 
 
-def in_environments(**engines: list[str]):
-    """Run a test with each engine in each environment that is named."""
-    cases = [(name, engine) for name, wanted in engines.items() for engine in wanted]
-    return pytest.mark.parametrize(("environment", "engine"), cases, indirect=["environment"])
+def in_environments(**backends: list[str]):
+    """Run a test with each transfer backend in each named environment."""
+    cases = [(name, each) for name, wanted in backends.items() for each in wanted]
+    return pytest.mark.parametrize(("environment", "backend"), cases, indirect=["environment"])
 
 
 @in_environments(bare=["nixl", "ucx"], ucx=["nixl"])
-def test_an_engine_that_is_missing_says_what_to_install(environment, engine):
-    name, remedy = MISSING[engine]
+def test_a_missing_backend_says_what_to_install(environment, backend):
+    name, remedy = MISSING[backend]
     module, _, cls = name.rpartition(".")
     code = f"import {module} as m\ntry: m.{cls}('a')\nexcept ImportError as e: print(e)"
     assert re.search(remedy, environment.run("python", "-c", code))
@@ -64,21 +64,21 @@ def test_an_engine_that_is_missing_says_what_to_install(environment, engine):
 
 # NIXL's wheel has a UCX inside.
 @in_environments(nixl=["nixl", "ucx"], ucx=["ucx"], both=["nixl", "ucx"])
-def test_an_engine_that_is_there_moves_blocks(environment, engine):
-    assert environment.run("python", "-c", MOVE, engine).endswith("elements moved\n")
+def test_an_installed_backend_moves_blocks(environment, backend):
+    assert environment.run("python", "-c", MOVE, backend).endswith("elements moved\n")
 
 
 @in_environments(nixl=["nixl"], ucx=["ucx"], both=["nixl", "ucx"])
-def test_two_processes_exchange_blocks(environment, engine):
+def test_two_processes_exchange_blocks(environment, backend):
     output = environment.run(
-        "pynixlkv", "demo", "--transfer-backend", engine, "--blocks", "8", "--json"
+        "pynixlkv", "demo", "--transfer-backend", backend, "--blocks", "8", "--json"
     )
     assert json.loads(output)["ok"] is True
 
 
 @pytest.mark.parametrize("environment", ["both"], indirect=True)
 @pytest.mark.parametrize("order", [("nixl", "ucx"), ("ucx", "nixl")], ids="-".join)
-def test_engines_get_along_in_either_order(environment, order):
+def test_backends_load_in_either_order(environment, order):
     lines = environment.run("python", "-c", MOVE, *order).splitlines()
     assert [line.split(":")[0] for line in lines[-2:]] == list(order)
 

@@ -47,15 +47,12 @@ class Memory:
 
     def fill(self, values: npt.NDArray[np.uint8] | int = _CLEAR) -> None:
         """Set all bytes, by default to one value."""
-        if self._tensor is None:
-            self._array[:] = values
-            return
-        import torch
+        if self._tensor is not None and not isinstance(values, int):
+            import torch
 
-        if isinstance(values, int):
-            self._tensor.fill_(values)
-        else:
             self._tensor.copy_(torch.from_numpy(values.copy()))
+        else:
+            self.buffer[:] = values
         self._synchronize()
 
     def corrupt(self) -> None:
@@ -68,7 +65,7 @@ class Memory:
         return int(np.count_nonzero(found != expected))
 
     def _synchronize(self) -> None:
-        if self._tensor.device.type != "cpu":
+        if self._tensor is not None and self._tensor.device.type != "cpu":
             import torch
 
             torch.cuda.synchronize(self._tensor.device)

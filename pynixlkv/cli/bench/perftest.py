@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
-import tempfile
 import time
-from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pynixlkv._loader import find_ucx
 from pynixlkv.cli.bench.cases import TRANSPORTS
@@ -64,51 +61,39 @@ class Perftest:
         number. Neither of its two processes outlives the call.
         """
         transport = TRANSPORTS[case.transport]
-        environment = {**os.environ, **transport.environment, **self._environment}
-        with ExitStack() as stack:
-
-            def start(*arguments: str) -> subprocess.Popen[str]:
-                output = stack.enter_context(tempfile.TemporaryFile("w+"))
-                process = subprocess.Popen(
-                    [str(self.program), *arguments],
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    start_new_session=True,
-                )
-                process.stdout = output
-                stack.callback(process.wait)
-                stack.callback(process.send_signal, signal.SIGKILL)
-                return process
-
-            deadline = time.monotonic() + _TIMEOUT_S
+        options: dict[str, Any] = {
+            "env": {**os.environ, **transport.environment, **self._environment},
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+            "start_new_session": True,
+        }
+        arguments = [
+            *("-t", _TESTS[case.direction], "-s", str(case.piece_bytes)),
+            *("-n", str(case.count), "-w", str(max(1, case.count // 10))),
+            *("-O", str(case.window), "-z", "-f", "-v"),
+            *(("-e",) if transport.error_handling else ()),
+        ]
+        with contextlib.ExitStack() as stack:
             if transport.one_process:
-                where: tuple[str, ...] = ("-l",)
+                arguments.append("-l")
             else:
-                server = start("-p", "0")  # the system chooses a port
-                while (port := _listening_port(server.pid)) is None:
-                    if server.poll() is not None or time.monotonic() > deadline:
-                        raise RunError(f"ucx_perftest does not listen: {_output(server)}")
-                    time.sleep(_LOOK_S)
-                where = ("-p", str(port), "127.0.0.1")
-            client = start(
-                *where,
-                *("-t", _TESTS[case.direction], "-s", str(case.piece_bytes)),
-                *("-n", str(case.count), "-w", str(max(1, case.count // 10))),
-                *("-O", str(case.window), "-z", "-f", "-v"),
-                *(("-e",) if transport.error_handling else ()),
-            )
+                # The system chooses a port.
+                server = subprocess.Popen([str(self.program), "-p", "0"], **options)
+                stack.callback(server.communicate)
+                stack.callback(server.kill)
+                arguments += ["-p", str(_wait_for_port(server)), "127.0.0.1"]
             try:
-                status = client.wait(max(0.0, deadline - time.monotonic()))
+                done = subprocess.run(
+                    [str(self.program), *arguments], check=False, timeout=_TIMEOUT_S, **options
+                )
             except subprocess.TimeoutExpired:
                 raise RunError(f"ucx_perftest has not ended within {_TIMEOUT_S:g} s") from None
-            output = _output(client)
-            if status:
-                raise RunError(f"ucx_perftest ended with {status}: {output}")
+        if done.returncode:
+            raise RunError(f"ucx_perftest ended with {done.returncode}: {done.stdout.strip()}")
         column = _MEDIAN if case.is_latency else _MEAN
-        return read_microseconds(output, column) * 1e-6 * case.count
+        return read_microseconds(done.stdout, column) * 1e-6 * case.count
 
 
 def read_microseconds(output: str, column: str) -> float:
@@ -120,10 +105,15 @@ def read_microseconds(output: str, column: str) -> float:
     raise RunError(f"ucx_perftest has not printed {column}: {output}")
 
 
-def _output(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    process.stdout.seek(0)
-    return process.stdout.read().strip()
+def _wait_for_port(server: subprocess.Popen[str]) -> int:
+    """Return the port that a server listens on."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    while (port := _listening_port(server.pid)) is None:
+        if server.poll() is not None or time.monotonic() > deadline:
+            server.kill()
+            raise RunError(f"ucx_perftest does not listen: {server.communicate()[0].strip()}")
+        time.sleep(_LOOK_S)
+    return port
 
 
 def _listening_port(pid: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -24,23 +25,13 @@ from pynixlkv.testing.process import ProcessGroup, RunError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["BenchOptions", "BenchReport", "CaseReport", "SeriesReport", "run_bench", "run_cases"]
+__all__ = ["BenchReport", "CaseReport", "SeriesReport", "run_bench", "run_cases"]
 
 _ROUNDS, _QUICK_ROUNDS = 7, 3
 _TARGET, _INITIATOR = "target", "initiator"
 _ON_UCX = (Series.binding, Series.ucx, Series.ucx_allocated)
 # Reported where they are installed.
 _DISTRIBUTIONS = ("nixl-cu12", "nixl-cu13", "libucx-cu12", "libucx-cu13", "torch")
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """What to measure: by default all transports that work here."""
-
-    transports: tuple[str, ...] | None = None
-    quick: bool = False
-    timeout_s: float = 1800.0
-    fault: Fault | None = None
 
 
 @dataclass(frozen=True)
@@ -101,26 +92,32 @@ class BenchReport:
         return {"ok": self.ok, **asdict(self)}
 
 
-def run_bench(options: BenchOptions, on_progress: Callable[[str, int, int], None]) -> BenchReport:
-    """Measure; `on_progress` is called with a label, and how much of how much is done.
+def run_bench(
+    transports: Sequence[str] | None,
+    *,
+    quick: bool,
+    timeout_s: float,
+    fault: Fault | None,
+    on_progress: Callable[[str, int, int], None],
+) -> BenchReport:
+    """Measure on some transports, by default on all that work here.
 
-    Runs that failed and bytes that differ are in the report. `ConfigError` is raised for a
-    transport that cannot be measured here, `RunError` if a process ends or the time is up; no
-    process is left behind.
+    `on_progress` is called with a label, and how much of how much is done. Runs that failed and
+    bytes that differ are in the report. `ConfigError` is raised for a transport that cannot be
+    measured here, `RunError` if a process ends or the time is up; no process is left behind.
     """
     absent = _absent_series()
     series = [s for s in Series if s.value not in absent]
-    names = options.transports
-    if names is None:
+    if transports is None:
         reasons = {name: TRANSPORTS[name].absent or _problem(name) for name in TRANSPORTS}
         absent |= {name: reason for name, reason in reasons.items() if reason}
     cases = [
         case
-        for case in make_cases(names, quick=options.quick, series=series, fault=options.fault)
-        if names is not None or case.transport not in absent
+        for case in make_cases(transports, quick=quick, series=series, fault=fault)
+        if transports is not None or case.transport not in absent
     ]
-    rounds = _QUICK_ROUNDS if options.quick else _ROUNDS
-    return run_cases(cases, rounds, options.timeout_s, on_progress, absent)
+    rounds = _QUICK_ROUNDS if quick else _ROUNDS
+    return run_cases(cases, rounds, timeout_s, on_progress, absent)
 
 
 def run_cases(
@@ -277,21 +274,16 @@ def _problem(transport: str) -> str:
 
 
 def _machine() -> dict[str, Any]:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = (line.partition(":")[2].strip() for line in lines if "model name" in line)
     return {
-        "processor": _processor() or platform.processor() or platform.machine(),
+        "processor": next(models, platform.processor() or platform.machine()),
         "architecture": platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "system": f"{platform.system()} {platform.release()}",
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
     }
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return ""
-    lines = cpuinfo.read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), "")
 
 
 def _versions() -> dict[str, str]:
@@ -300,14 +292,9 @@ def _versions() -> dict[str, str]:
     versions = {
         "pynixlkv": __version__, "python": platform.python_version(), "numpy": np.__version__,
     }  # fmt: skip
-    try:
-        ucx = _loader.load_ucx()
-        versions |= {"ucx": ucx.version}
-    except LibraryNotFoundError:
-        pass
+    with contextlib.suppress(LibraryNotFoundError):
+        versions["ucx"] = _loader.load_ucx().version
     for name in _DISTRIBUTIONS:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions

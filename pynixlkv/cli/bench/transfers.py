@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,12 +13,10 @@ from pynixlkv.cli.bench.memory import Memory
 from pynixlkv.testing.contents import random_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy.typing as npt
 
     from pynixlkv.agent import Agent
-    from pynixlkv.ucx import Context, Worker
+    from pynixlkv.ucx import Context, Endpoint, Worker
 
 __all__ = ["Initiator", "Target", "has_target"]
 
@@ -82,22 +80,19 @@ _only_worker = cache(_new_worker)
 class _BindingEnd:
     """A worker and mapped memory of the thin binding."""
 
-    def __init__(self, case: Case, device: str, *, allocate: bool = False) -> None:
+    def __init__(self, case: Case, device: str) -> None:
         make_worker = _only_worker if TRANSPORTS[case.transport].one_process else _new_worker
         self._context, self._worker = make_worker()
-        if allocate:
+        self._case = case
+        self._endpoint: Endpoint | None = None
+        if case.pattern == "repeated":
+            # Compared with ucx_perftest, whose memory UCX allocates.
             self._mapped = self._context.allocate(case.memory_bytes)
             array = np.frombuffer(self._mapped.buffer, dtype=np.uint8)
             self.memory = Memory(case.memory_bytes, array=array)
         else:
             self.memory = Memory(case.memory_bytes, device)
             self._mapped = self._context.map(self.memory.buffer)
-
-
-class _BindingTarget(_BindingEnd):
-    def __init__(self, case: Case) -> None:
-        # One piece again and again is compared with ucx_perftest, whose memory UCX allocates.
-        super().__init__(case, case.target_device, allocate=case.pattern == "repeated")
 
     def offer(self) -> Offer:
         return self.memory.address, [self._worker.address, self._mapped.pack()]
@@ -107,27 +102,20 @@ class _BindingTarget(_BindingEnd):
         self._worker.spin(_TURN_S)
         return True
 
-    def close(self) -> None:
-        self._mapped.close()
-
-
-class _BindingInitiator(_BindingEnd):
-    def __init__(self, case: Case, offer: Offer) -> None:
+    def connect(self, offer: Offer) -> None:
         from pynixlkv.ucx import Endpoint, RemoteKey, get_batch, put_batch
 
-        super().__init__(case, case.initiator_device)
-        self._case = case
         _, (address, key) = offer
-        error_handling = TRANSPORTS[case.transport].error_handling
+        error_handling = TRANSPORTS[self._case.transport].error_handling
         self._endpoint = Endpoint(self._worker, address, error_handling=error_handling)
         self._key = RemoteKey(self._endpoint, key)
-        self._offsets = _offsets(case)
-        self._make = get_batch if case.direction == "get" else put_batch
+        self._offsets = _offsets(self._case)
+        self._post = get_batch if self._case.direction == "get" else put_batch
 
     def run(self) -> float:
         case = self._case
         started = time.perf_counter()
-        batch = self._make(
+        batch = self._post(
             self._mapped,
             self._key,
             self._offsets,
@@ -141,7 +129,8 @@ class _BindingInitiator(_BindingEnd):
         return time.perf_counter() - started
 
     def close(self) -> None:
-        self._endpoint.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
         self._mapped.close()
 
 
@@ -165,17 +154,9 @@ class _AgentEnd:
             self._agent = agent = UcxAgent(name, error_handling=error_handling)
             if series is Series.ucx_allocated and name == "target":
                 allocated = agent.allocate(case.memory_bytes)
+        self._case = case
         self.memory = Memory(case.memory_bytes, device, allocated)
         self._registration = self._agent.register(self.memory.buffer)
-
-    def close(self) -> None:
-        self._registration.close()
-        self._agent.close()
-
-
-class _AgentTarget(_AgentEnd):
-    def __init__(self, series: Series, case: Case) -> None:
-        super().__init__(series, case, "target", case.target_device)
 
     def offer(self) -> Offer:
         return self.memory.address, [self._agent.hello()]
@@ -183,27 +164,29 @@ class _AgentTarget(_AgentEnd):
     def progress(self) -> bool:
         return False  # an agent has a thread for that
 
-
-class _AgentInitiator(_AgentEnd):
-    def __init__(self, series: Series, case: Case, offer: Offer) -> None:
-        super().__init__(series, case, "initiator", case.initiator_device)
+    def connect(self, offer: Offer) -> None:
         address, (hello,) = offer
-        self._peer = self._agent.connect(hello)
-        self._local = _descriptors(case, 0, self.memory.address)
-        self._remote = _descriptors(case, 1, address)
-        agent = self._agent
-        self._post = agent.read_descriptors if case.direction == "get" else agent.write_descriptors
+        peer = self._agent.connect(hello)
+        local = _descriptors(self._case, 0, self.memory.address)
+        remote = _descriptors(self._case, 1, address)
+        is_get = self._case.direction == "get"
+        post = self._agent.read_descriptors if is_get else self._agent.write_descriptors
+        self._post = partial(post, peer, local, remote, timeout=_TIMEOUT_S)
 
     def run(self) -> float:
         started = time.perf_counter()
-        self._post(self._peer, self._local, self._remote, timeout=_TIMEOUT_S).wait()
+        self._post().wait()
         return time.perf_counter() - started
+
+    def close(self) -> None:
+        self._registration.close()
+        self._agent.close()
 
 
 class _Memcpy:
     """A copy of as many pieces inside this process, or inside the GPU if an end is there."""
 
-    def __init__(self, case: Case, _: Offer | None) -> None:
+    def __init__(self, case: Case) -> None:
         device = max(case.initiator_device, case.target_device, key=lambda name: name != "cpu")
         source = Memory(case.memory_bytes, device)
         source.fill(random_bytes(case.memory_bytes, _TARGET_SEED))
@@ -219,28 +202,22 @@ class _Memcpy:
         pass
 
 
-_AGENTS = (Series.ucx, Series.ucx_allocated, Series.nixl)
-_TARGETS: dict[Series, Callable[[Case], _BindingTarget | _AgentTarget]] = {
-    Series.binding: _BindingTarget,
-    **{series: partial(_AgentTarget, series) for series in _AGENTS},
-}
-_INITIATORS: dict[Series, Callable[[Case, Any], _BindingInitiator | _AgentInitiator | _Memcpy]] = {
-    Series.memcpy: _Memcpy,
-    Series.binding: _BindingInitiator,
-    **{series: partial(_AgentInitiator, series) for series in _AGENTS},
-}
+def _make_end(series: Series, case: Case, name: str, device: str) -> _BindingEnd | _AgentEnd:
+    if series is Series.binding:
+        return _BindingEnd(case, device)
+    return _AgentEnd(series, case, name, device)
 
 
 def has_target(series: Series) -> bool:
     """Return whether a series needs a target of this program."""
-    return series in _TARGETS
+    return series not in (Series.memcpy, Series.perftest)
 
 
 class Target:
     """The target of a series, its memory filled with the bytes that are read from it."""
 
     def __init__(self, series: Series, case: Case) -> None:
-        end = _TARGETS[series](case)
+        end = _make_end(series, case, "target", case.target_device)
         self._memory = end.memory
         if case.direction == "put":
             content = random_bytes(case.memory_bytes, _INITIATOR_SEED)
@@ -263,7 +240,12 @@ class Initiator:
     """The initiator of a series; `offer` is the target's, None without one."""
 
     def __init__(self, series: Series, case: Case, offer: Offer | None) -> None:
-        end = _INITIATORS[series](case, offer)
+        end: _Memcpy | _BindingEnd | _AgentEnd
+        if offer is None:
+            end = _Memcpy(case)
+        else:
+            end = _make_end(series, case, "initiator", case.initiator_device)
+            end.connect(offer)
         self._memory = end.memory
         self._is_read = case.direction == "get" or series is Series.memcpy
         if self._is_read:
