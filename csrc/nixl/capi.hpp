@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "base/library.hpp"
 #include "nixl/status.hpp"
 
 namespace pynixlkv::nixl::capi {
@@ -167,9 +166,5 @@ struct Functions {
     PYNIXLKV_NIXL_OPTIONAL(X)
 #undef X
 };
-
-/// Fill the table from an open library.
-/// @throws Error LibraryVersionError for a missing required symbol
-[[nodiscard]] Functions load_functions(const SharedLibrary& library);
 
 }  // namespace pynixlkv::nixl::capi

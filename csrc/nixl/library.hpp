@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "base/library.hpp"
 #include "nixl/capi.hpp"
 
 namespace pynixlkv::nixl {
@@ -34,6 +35,9 @@ class Library {
         }
     }
 
+    /// Throw the NativeError of a failed call.
+    /// @param call function without the `nixl_capi_` prefix
+    /// @param detail what was being done, on what, with which peer
     [[noreturn]] void fail(Status status, const char* call, const std::string& detail) const;
 
     /// Free memory that the library allocated for us.

@@ -21,8 +21,6 @@ class PreparedList : LiveCounted<PreparedList> {
 
     PreparedList(std::shared_ptr<Agent> agent, std::string peer, Memory memory, Rows rows,
                  std::uint64_t generation);
-    PreparedList(const PreparedList&) = delete;
-    PreparedList& operator=(const PreparedList&) = delete;
     ~PreparedList();
 
     [[nodiscard]] const std::shared_ptr<Agent>& agent() const noexcept { return agent_; }

@@ -22,8 +22,6 @@ class Registration : LiveCounted<Registration> {
 
     Registration(std::shared_ptr<Agent> agent, RegisteredMemory memory,
                  std::shared_ptr<void> keepalive);
-    Registration(const Registration&) = delete;
-    Registration& operator=(const Registration&) = delete;
     ~Registration();
 
     [[nodiscard]] const std::shared_ptr<Agent>& agent() const noexcept { return agent_; }
@@ -62,8 +60,6 @@ class Pin {
         std::swap(registration_, other.registration_);
         return *this;
     }
-    Pin(const Pin&) = delete;
-    Pin& operator=(const Pin&) = delete;
     ~Pin() {
         if (registration_) {
             --registration_->num_users_;

@@ -4,8 +4,6 @@
 #pragma once
 
 #include <array>
-#include <string>
-#include <string_view>
 
 namespace pynixlkv::nixl {
 
@@ -53,20 +51,5 @@ inline constexpr std::array kStatusTable{
     StatusInfo{Status::kRemoteDisconnect, "REMOTE_DISCONNECT", "backend"},
     StatusInfo{Status::kCanceled, "CANCELED", "backend"},
 };
-
-/// Row of the table, null for a code that no known NIXL has.
-[[nodiscard]] constexpr const StatusInfo* find_status(Status status) noexcept {
-    for (const StatusInfo& info : kStatusTable) {
-        if (info.status == status) {
-            return &info;
-        }
-    }
-    return nullptr;
-}
-
-/// Throw the NativeError of a failed call.
-/// @param call function without the `nixl_capi_` prefix
-/// @param detail what was being done, on what, with which peer
-[[noreturn]] void throw_status(Status status, const char* call, const std::string& detail);
 
 }  // namespace pynixlkv::nixl

@@ -29,8 +29,6 @@ struct XferBody : LiveCounted<XferBody> {
     static constexpr const char* kLiveName = "nixl.XferBody";
 
     explicit XferBody(std::shared_ptr<AgentHandle> agent) noexcept : native(std::move(agent)) {}
-    XferBody(const XferBody&) = delete;
-    XferBody& operator=(const XferBody&) = delete;
     ~XferBody();
 
     void use(std::shared_ptr<PreparedList> local_list, std::shared_ptr<PreparedList> remote_list);
@@ -52,8 +50,6 @@ class XferRequest : LiveCounted<XferRequest> {
     XferRequest(std::shared_ptr<Agent> agent, Op op, std::string peer, std::uint64_t generation,
                 std::size_t num_descriptors, std::uint64_t num_bytes,
                 std::unique_ptr<XferBody> body);
-    XferRequest(const XferRequest&) = delete;
-    XferRequest& operator=(const XferRequest&) = delete;
     /// Frees the request if it is quiet and the agent is not busy, quarantines it otherwise.
     ~XferRequest();
 
@@ -65,6 +61,7 @@ class XferRequest : LiveCounted<XferRequest> {
     [[nodiscard]] std::uint64_t num_bytes() const noexcept { return num_bytes_; }
     /// State as of the last call; does not poll.
     [[nodiscard]] XferState state() const noexcept { return state_.load(); }
+    [[nodiscard]] bool is_released() const noexcept { return state_ == XferState::kReleased; }
 
     /// Start the transfer. On same-host paths this copies everything before it returns.
     /// @param notification replaces the one given when the request was made

@@ -355,7 +355,7 @@ TEST_CASE("a forked child can drop and close but not use or destroy") {
 }
 
 TEST_CASE("an unlisted status is an error too") {
-    CHECK(has(error_of([] { throw_status(static_cast<Status>(-99), "f", "d"); }),
+    CHECK(has(error_of([] { fake::library()->fail(static_cast<Status>(-99), "f", "d"); }),
               "unlisted status (-99)"));
 }
 
