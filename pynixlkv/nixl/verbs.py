@@ -22,15 +22,12 @@ from pynixlkv._closeable import Closeable
 from pynixlkv._loader import load_nixl
 from pynixlkv._native.nixl import (
     Backend,
-    PluginParams,
     PreparedList,
     Registration,
-    TransferCost,
-    TransferTelemetry,
     XferRequest,
 )
 from pynixlkv.errors import ClosedError, ConfigError
-from pynixlkv.nixl._enums import ThreadSync, XferState
+from pynixlkv.nixl._enums import ThreadSync
 from pynixlkv.types import AgentName, MemorySpan, MemoryType
 
 if TYPE_CHECKING:
@@ -40,22 +37,6 @@ if TYPE_CHECKING:
 
     from pynixlkv.types import Operation
 
-    Owner = Registration | PreparedList | XferRequest
-
-__all__ = [
-    "Agent",
-    "AgentConfig",
-    "Backend",
-    "Notification",
-    "PluginParams",
-    "PreparedList",
-    "Registration",
-    "ThreadSync",
-    "TransferCost",
-    "TransferTelemetry",
-    "XferRequest",
-    "XferState",
-]
 
 _OwnerType = TypeVar("_OwnerType", Registration, PreparedList, XferRequest)
 
@@ -169,7 +150,7 @@ class Agent(_native.nixl.NativeAgent, Closeable):
         if not isinstance(name, str):
             raise ConfigError(f"the name of an agent is {name!r}; it must be a str")
         super().__init__(load_nixl(), name, **asdict(config or AgentConfig()))
-        self._owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+        self._owners: weakref.WeakSet[XferRequest | PreparedList | Registration] = weakref.WeakSet()
 
     # ---- life
 
