@@ -23,7 +23,7 @@ class Library {
     [[nodiscard]] const std::string& path() const noexcept { return path_; }
     [[nodiscard]] const capi::Functions& fn() const noexcept { return functions_; }
 
-    /// Version that the library reports, empty if it cannot.
+    /// Empty if the library does not tell.
     [[nodiscard]] std::string version() const;
 
     /// Throw unless a call succeeded. `detail` is a callable that makes the text, so that success

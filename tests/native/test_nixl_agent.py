@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
+from interpreter import run_python
 
 from pynixlkv import KVCache, MemorySpan, MemoryType, TransferPlan
 from pynixlkv.errors import (
@@ -142,11 +140,7 @@ a.read_descriptors(peer, rows(x), rows(y)).wait(60.0)
 assert x.all()
 print("moved")
 """
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == "moved\n"
+    assert run_python(code)[0] == "moved\n"
 
 
 def test_memory_beside_the_registered_one_is_out_of_reach(pair):

@@ -8,13 +8,13 @@ import importlib
 import inspect
 import os
 import pickle
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from interpreter import run_python
 from ports import free_port
 from transfers import Area
 
@@ -861,17 +861,8 @@ def test_a_running_transfer_is_not_released(ours, start_peer):
 # ---- the switch
 
 
-def run(code, **env):
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **env}, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 def test_install_gives_our_modules_to_those_who_import_nixl():
-    code = """if True:
+    code = """
         from pynixlkv.nixl_api import install
         install()
         install()
@@ -886,14 +877,14 @@ def test_install_gives_our_modules_to_those_who_import_nixl():
         agent = nixl_agent("a", nixl_agent_config(backends=["UCX"]))
         print(agent.add_remote_agent.__module__, len(agent.get_agent_metadata()) > 100)
     """
-    assert run(code).splitlines() == [
+    assert run_python(code)[0].splitlines() == [
         "pynixlkv.nixl_api._api pynixlkv.nixl_api._bindings nixl_mem_t.DRAM_SEG",
         "pynixlkv.nixl_api._api True",
     ]
 
 
 def test_install_comes_too_late_after_the_import_of_nixl():
-    code = """if True:
+    code = """
         import nixl_cu12
         from pynixlkv.errors import StateError
         from pynixlkv.nixl_api import install
@@ -902,12 +893,12 @@ def test_install_comes_too_late_after_the_import_of_nixl():
         except StateError as error:
             print(error)
     """
-    assert "call install() before anything imports it" in run(code)
+    assert "call install() before anything imports it" in run_python(code)[0]
 
 
 @pytest.mark.parametrize(("value", "expected"), [("0", "False"), ("1", "True"), ("yes", "refused")])
 def test_the_environment_variable(value, expected):
-    code = """if True:
+    code = """
         import importlib.util
         import sys
         from importlib.metadata import entry_points
@@ -920,4 +911,4 @@ def test_the_environment_variable(value, expected):
         except ValueError:
             print("refused")
     """
-    assert run(code, PYNIXLKV_NIXL_API=value).strip() == expected
+    assert run_python(code, PYNIXLKV_NIXL_API=value)[0].strip() == expected
