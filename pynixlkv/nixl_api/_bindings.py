@@ -7,6 +7,7 @@ release it is refused, where NIXL would follow a dangling pointer.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import enum
 import functools
@@ -176,17 +177,11 @@ class nixlNoTelemetryError(PynixlkvError):
     """The agent was made without telemetry."""
 
 
-_KINDS: tuple[tuple[type[PynixlkvError], type[PynixlkvError]], ...] = (
-    (NotRegisteredError, nixlNotFoundError),
-    (UnknownPeerError, nixlNotFoundError),
-    (StalePeerError, nixlNotFoundError),
-    (NixlNotFoundError, nixlNotFoundError),
-    (NixlInvalidParamError, nixlInvalidParamError),
-    (NixlTelemetryError, nixlNoTelemetryError),
-    (RegistrationInUseError, nixlNotAllowedError),
-    (AlreadyRegisteredError, nixlNotAllowedError),
-    (ClosedError, nixlInvalidParamError),
-    (ConfigError, nixlInvalidParamError),
+_KINDS: tuple[tuple[tuple[type[PynixlkvError], ...], type[PynixlkvError]], ...] = (
+    ((NotRegisteredError, UnknownPeerError, StalePeerError, NixlNotFoundError), nixlNotFoundError),
+    ((RegistrationInUseError, AlreadyRegisteredError), nixlNotAllowedError),
+    ((NixlInvalidParamError, ClosedError, ConfigError), nixlInvalidParamError),
+    ((NixlTelemetryError,), nixlNoTelemetryError),
 )
 
 
@@ -210,7 +205,7 @@ def _raises_nixl(
                 raise
             except (NativeError, StateError, ConfigError) as error:
                 otherwise = state if isinstance(error, StateError) else backend
-                named = next((to for kind, to in _KINDS if isinstance(error, kind)), otherwise)
+                named = next((to for kinds, to in _KINDS if isinstance(error, kinds)), otherwise)
                 raise named(str(error)) from error
 
         return call
@@ -579,9 +574,8 @@ class nixlAgent:
         self._unwanted: set[int] = set()
         self._books = threading.Lock()  # of the registrations
         # Holds what the agent has made, so that all of it is still there when the agent is closed.
-        weakref.finalize(
-            self, _close, self._agent, self._prepared, self._requests, self._registrations
-        )
+        kept = (self._prepared, self._requests, self._registrations)
+        weakref.finalize(self, lambda agent, _kept: agent.close(0.0), self._agent, kept)
 
     @property
     def is_closed(self) -> bool:
@@ -852,7 +846,10 @@ class nixlAgent:
         One that runs is refused: its bytes still move, whatever is done with the handle.
         """
         request = self._request(reqh)
-        if request.state == XferState.PENDING and self._is_running(request):
+        if request.state == XferState.PENDING:
+            with contextlib.suppress(NativeError):  # it has failed, and so ended
+                self._agent.get_xfer_status(request)
+        if request.state == XferState.PENDING:
             raise nixlNotAllowedError(
                 f"{request!r} is running and cannot be cancelled; its memory stays in use. Poll it "
                 "until it ends, then release it"
@@ -932,12 +929,6 @@ class nixlAgent:
         if plugin not in plugins:
             raise nixlNotFoundError(f"there is no plugin {plugin!r}; NIXL has {plugins}")
 
-    def _is_running(self, request: nixl.XferRequest) -> bool:
-        try:
-            return self._agent.get_xfer_status(request) == XferState.PENDING
-        except PynixlkvError:
-            return False  # it has failed, and so ended
-
     def _deregister(self, key: _RegistrationKey) -> None:
         known = self._registrations[key]
         if len(known) == 1:
@@ -959,10 +950,6 @@ class nixlAgent:
                 continue
             self._unwanted.discard(number)
             self._prepared.pop(number, None)
-
-
-def _close(agent: nixl.Agent, *_: object) -> None:
-    agent.close(0.0)
 
 
 _RegistrationKey = tuple[int, int, int, int]
