@@ -6,7 +6,7 @@ import sys
 import textwrap
 
 
-def run_python(code, *options, **variables):
+def run_python(code: str, *options: str, **variables: str) -> tuple[str, str]:
     """Run code to its end, which must be a success; returns what it wrote to stdout and stderr."""
     done = subprocess.run(
         [sys.executable, *options, "-c", textwrap.dedent(code)],
