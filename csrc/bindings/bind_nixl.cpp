@@ -9,6 +9,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -58,6 +59,22 @@ struct type_caster<pynixlkv::nixl::Rows> : span_caster<pynixlkv::Row, std::uint6
 template <>
 struct type_caster<std::span<const std::int32_t>> : span_caster<std::int32_t, std::int32_t> {};
 
+/// The backends that a call may use.
+template <>
+struct type_caster<pynixlkv::nixl::CallOptions> {
+    using Backends = std::vector<std::shared_ptr<pynixlkv::nixl::Backend>>;
+    PYBIND11_TYPE_CASTER(pynixlkv::nixl::CallOptions, make_caster<Backends>::name);
+
+    bool load(handle source, bool convert) {
+        make_caster<Backends> backends;
+        if (!backends.load(source, convert)) {
+            return false;
+        }
+        value.backends = cast_op<Backends&&>(std::move(backends));
+        return true;
+    }
+};
+
 struct xfer_state_names {
     static constexpr const char* kModule = "pynixlkv.nixl._enums";
     static constexpr const char* kClass = "XferState";
@@ -76,14 +93,9 @@ namespace pynixlkv::nixl {
 
 // What Released asks of an owner.
 
-static bool is_closed(const Registration& self) {
+template <class T>
+static bool is_closed(const T& self) {
     return self.is_released() || self.agent()->is_closed();
-}
-static bool is_closed(const PreparedList& self) {
-    return self.is_released() || self.agent()->is_closed();
-}
-static bool is_closed(const XferRequest& self) {
-    return self.state() == XferState::kReleased || self.agent()->is_closed();
 }
 
 static std::string repr(const Registration& self) {
@@ -123,7 +135,6 @@ using PyAgent = Shared<Agent>;
 using PyRegistration = Released<Registration>;
 using PyPrepared = Released<PreparedList>;
 using PyRequest = Released<XferRequest>;
-using Backends = std::vector<std::shared_ptr<Backend>>;
 using Indices = std::span<const std::int32_t>;
 using Message = std::optional<Bytes>;
 using Blobs = std::vector<Bytes>;
@@ -139,12 +150,6 @@ std::vector<std::string> strings_of(Blobs blobs) {
 
 std::optional<std::string> string_of(const Message& message) {
     return message ? std::optional(message->value) : std::nullopt;
-}
-
-CallOptions options_of(const Backends& backends, const Message& notification = {},
-                       bool skip_merge = false) {
-    return {
-        .backends = backends, .notification = string_of(notification), .skip_merge = skip_merge};
 }
 
 /// A Python float of seconds cannot hold the longest duration; a year is as good as for ever.
@@ -172,6 +177,29 @@ T& ours(const PyAgent& agent, const Released<T>& made) {
                     text(repr(*made), " was made by another agent than '", agent->name(), "'"));
     }
     return *made;
+}
+
+template <class T>
+void close(const Released<T>& self) {
+    if (!is_closed(*self)) {
+        self->release();
+    }
+}
+
+/// A method of the agent.
+template <class... Args>
+auto verb(auto method) {
+    return [method](const PyAgent& self, Args... args) {
+        return std::invoke(method, *self, std::forward<Args>(args)...);
+    };
+}
+
+/// A method of what an agent made, as a verb of the agent.
+template <class T>
+auto verb_on(auto method) {
+    return [method](const PyAgent& self, const Released<T>& made) {
+        return std::invoke(method, ours(self, made));
+    };
 }
 
 /// What all that an agent makes has in common.
@@ -258,13 +286,7 @@ void bind_owners(py::module_& m) {
             "num_users", [](const PyRegistration& self) { return self->num_users(); },
             "Prepared lists and requests that use the memory and forbid to deregister it.")
         .def(
-            "close",
-            [](const PyRegistration& self) {
-                if (!is_closed(*self)) {
-                    self->release();
-                }
-            },
-            NoGil(),
+            "close", close<Registration>, NoGil(),
             "Deregister the memory; a second call does nothing. Over TCP and same-host copies a "
             "peer that knows the memory can still read and write it: tell the peers to stop before "
             "you reuse it.");
@@ -279,14 +301,8 @@ void bind_owners(py::module_& m) {
                                             : std::optional(name_of(self->peer()));
             },
             "Agent whose memory it is; None for the agent's own side.")
-        .def(
-            "close",
-            [](const PyPrepared& self) {
-                if (!is_closed(*self)) {
-                    self->release();
-                }
-            },
-            NoGil(), "Release the list; a second call does nothing.");
+        .def("close", close<PreparedList>, NoGil(),
+             "Release the list; a second call does nothing.");
 
     bind_owner<XferRequest>(m, "XferRequest",
                             "One transfer; made by `Agent.make_xfer_req` and "
@@ -350,15 +366,10 @@ void bind_life(py::class_<PyAgent>& agent) {
 
 void bind_memory(py::class_<PyAgent>& agent) {
     agent
-        .def(
-            "get_available_plugins", [](const PyAgent& self) { return self->available_plugins(); },
-            NoGil(), "Return the names of the plugins that NIXL knows; not all need to load here.")
-        .def(
-            "get_plugin_params",
-            [](const PyAgent& self, const std::string& plugin) {
-                return self->plugin_info(plugin);
-            },
-            py::arg("plugin"), NoGil(), "Return memory types and default parameters of a plugin.")
+        .def("get_available_plugins", verb(&Agent::available_plugins), NoGil(),
+             "Return the names of the plugins that NIXL knows; not all need to load here.")
+        .def("get_plugin_params", verb<const std::string&>(&Agent::plugin_info), py::arg("plugin"),
+             NoGil(), "Return memory types and default parameters of a plugin.")
         .def(
             "create_backend",
             [](const PyAgent& self, const std::string& plugin,
@@ -367,18 +378,14 @@ void bind_memory(py::class_<PyAgent>& agent) {
             },
             py::arg("plugin"), py::arg("params") = std::nullopt, NoGil(),
             "Create a backend, one of each type per agent, with parameters over the defaults.")
-        .def(
-            "get_backend_params",
-            [](const PyAgent& self, const Backend& backend) { return self->backend_info(backend); },
-            py::arg("backend"), NoGil(), "Return memory types and parameters of a backend.")
-        .def_property_readonly(
-            "backends", [](const PyAgent& self) { return self->backends(); },
-            "The backends that were created.")
+        .def("get_backend_params", verb<const Backend&>(&Agent::backend_info), py::arg("backend"),
+             NoGil(), "Return memory types and parameters of a backend.")
+        .def_property_readonly("backends", verb(&Agent::backends),
+                               "The backends that were created.")
         .def(
             "_register_mem",
             [](const PyAgent& self, Rows rows, Memory memory, const Blobs& metadata,
-               const py::object& keepalive, const Backends& backends) {
-                const CallOptions options = options_of(backends);
+               const py::object& keepalive, const CallOptions& options) {
                 const auto blobs = strings_of(metadata);
                 std::shared_ptr<void> kept = keepalive.is_none() ? nullptr : keep_alive(keepalive);
                 return PyRegistration(without_gil([&] {
@@ -387,18 +394,14 @@ void bind_memory(py::class_<PyAgent>& agent) {
             },
             py::arg("rows"), py::arg("memory"), py::arg("metadata"), py::arg("keepalive"),
             py::arg("backends"))
-        .def(
-            "deregister_mem",
-            [](const PyAgent& self, const PyRegistration& registration) {
-                ours(self, registration).release();
-            },
-            py::arg("registration"), NoGil(),
-            "Deregister memory, once and not while prepared lists or requests use it.")
+        .def("deregister_mem", verb_on<Registration>(&Registration::release),
+             py::arg("registration"), NoGil(),
+             "Deregister memory, once and not while prepared lists or requests use it.")
         .def(
             "_query_mem",
             [](const PyAgent& self, Rows rows, Memory memory, const Blobs& metadata,
-               const Backends& backends) {
-                return self->query_memory(memory, rows, strings_of(metadata), options_of(backends));
+               const CallOptions& options) {
+                return self->query_memory(memory, rows, strings_of(metadata), options);
             },
             py::arg("rows"), py::arg("memory"), py::arg("metadata"), py::arg("backends"), NoGil());
 }
@@ -413,10 +416,9 @@ void bind_metadata(py::class_<PyAgent>& agent) {
             "Return what a peer must load to reach this agent and its registered memory.")
         .def(
             "_get_local_partial_md",
-            [](const PyAgent& self, Rows rows, Memory memory, const Backends& backends) {
-                return py::bytes(without_gil([&] {
-                    return self->local_partial_metadata(memory, rows, options_of(backends));
-                }));
+            [](const PyAgent& self, Rows rows, Memory memory, const CallOptions& options) {
+                return py::bytes(without_gil(
+                    [&] { return self->local_partial_metadata(memory, rows, options); }));
             },
             py::arg("rows"), py::arg("memory"), py::arg("backends"))
         .def(
@@ -432,14 +434,10 @@ void bind_metadata(py::class_<PyAgent>& agent) {
                 return self->check_remote_metadata(peer, memory, rows);
             },
             py::arg("peer"), py::arg("rows"), py::arg("memory"), NoGil())
-        .def(
-            "invalidate_remote_md",
-            [](const PyAgent& self, const std::string& peer) {
-                self->invalidate_remote_metadata(peer);
-            },
-            py::arg("peer"), NoGil(),
-            "Forget a peer and its connection. Lists and requests made for it become stale and "
-            "still have to be released. Load its metadata again for a new connection.")
+        .def("invalidate_remote_md", verb<const std::string&>(&Agent::invalidate_remote_metadata),
+             py::arg("peer"), NoGil(),
+             "Forget a peer and its connection. Lists and requests made for it become stale and "
+             "still have to be released. Load its metadata again for a new connection.")
         .def(
             "_send_local_md",
             [](const PyAgent& self, const std::string& ip, std::uint16_t port) {
@@ -449,8 +447,7 @@ void bind_metadata(py::class_<PyAgent>& agent) {
         .def(
             "_send_local_partial_md",
             [](const PyAgent& self, Rows rows, Memory memory, const std::string& ip,
-               std::uint16_t port, const Backends& backends) {
-                CallOptions options = options_of(backends);
+               std::uint16_t port, CallOptions options) {
                 options.address = {ip, port};
                 self->send_local_partial_metadata(memory, rows, options);
             },
@@ -467,13 +464,10 @@ void bind_metadata(py::class_<PyAgent>& agent) {
                 self->invalidate_local_metadata({ip, port});
             },
             py::arg("ip"), py::arg("port"), NoGil())
-        .def(
-            "make_connection",
-            [](const PyAgent& self, const std::string& peer, const Backends& backends) {
-                self->make_connection(peer, options_of(backends));
-            },
-            py::arg("peer"), py::kw_only(), py::arg("backends") = Backends(), NoGil(),
-            "Connect ahead of the first transfer. Success does not mean that the peer is alive.");
+        .def("make_connection",
+             verb<const std::string&, const CallOptions&>(&Agent::make_connection), py::arg("peer"),
+             py::kw_only(), py::arg("backends") = py::tuple(), NoGil(),
+             "Connect ahead of the first transfer. Success does not mean that the peer is alive.");
 }
 
 void bind_transfers(py::class_<PyAgent>& agent) {
@@ -481,23 +475,22 @@ void bind_transfers(py::class_<PyAgent>& agent) {
         .def(
             "_prep_xfer_dlist",
             [](const PyAgent& self, const std::string& peer, Rows rows, Memory memory,
-               const Backends& backends) {
-                return PyPrepared(self->prepare(peer, memory, rows, options_of(backends)));
+               const CallOptions& options) {
+                return PyPrepared(self->prepare(peer, memory, rows, options));
             },
             py::arg("peer"), py::arg("rows"), py::arg("memory"), py::arg("backends"), NoGil())
-        .def(
-            "release_dlist_handle",
-            [](const PyAgent& self, const PyPrepared& prepared) { ours(self, prepared).release(); },
-            py::arg("prepared"), NoGil(),
-            "Release a prepared list, once and not while requests made from it are not released.")
+        .def("release_dlist_handle", verb_on<PreparedList>(&PreparedList::release),
+             py::arg("prepared"), NoGil(),
+             "Release a prepared list, once and not while requests made from it are not released.")
         .def(
             "_make_xfer_req",
             [](const PyAgent& self, Op operation, const PyPrepared& local, Indices local_indices,
                const PyPrepared& remote, Indices remote_indices, const Message& notification,
-               bool skip_merge, const Backends& backends) {
-                return PyRequest(self->make_request(
-                    operation, local.ptr(), local_indices, remote.ptr(), remote_indices,
-                    options_of(backends, notification, skip_merge)));
+               bool skip_merge, CallOptions options) {
+                options.notification = string_of(notification);
+                options.skip_merge = skip_merge;
+                return PyRequest(self->make_request(operation, local.ptr(), local_indices,
+                                                    remote.ptr(), remote_indices, options));
             },
             py::arg("operation"), py::arg("local"), py::arg("local_indices"), py::arg("remote"),
             py::arg("remote_indices"), py::arg("notification"), py::arg("skip_merge"),
@@ -506,10 +499,10 @@ void bind_transfers(py::class_<PyAgent>& agent) {
             "_create_xfer_req",
             [](const PyAgent& self, Op operation, Rows local, Memory local_memory, Rows remote,
                Memory remote_memory, const std::string& peer, const Message& notification,
-               const Backends& backends) {
+               CallOptions options) {
+                options.notification = string_of(notification);
                 return PyRequest(self->create_request(operation, local_memory, local, remote_memory,
-                                                      remote, peer,
-                                                      options_of(backends, notification)));
+                                                      remote, peer, options));
             },
             py::arg("operation"), py::arg("local"), py::arg("local_memory"), py::arg("remote"),
             py::arg("remote_memory"), py::arg("peer"), py::arg("notification"), py::arg("backends"),
@@ -523,13 +516,9 @@ void bind_transfers(py::class_<PyAgent>& agent) {
             "Start a transfer, or start it again after its end, perhaps with another notification. "
             "Returns PENDING or DONE. Blocks, without the GIL, for as long as the backend takes: "
             "between processes of one host that is the whole copy.")
-        .def(
-            "get_xfer_status",
-            [](const PyAgent& self, const PyRequest& request) {
-                return ours(self, request).poll();
-            },
-            py::arg("request"), NoGil(),
-            "Poll a transfer; returns NOT_POSTED, PENDING or DONE, and raises if it has failed.")
+        .def("get_xfer_status", verb_on<XferRequest>(&XferRequest::poll), py::arg("request"),
+             NoGil(),
+             "Poll a transfer; returns NOT_POSTED, PENDING or DONE, and raises if it has failed.")
         .def(
             "release_xfer_req",
             [](const PyAgent& self, const PyRequest& request, double timeout) {
@@ -539,38 +528,23 @@ void bind_transfers(py::class_<PyAgent>& agent) {
             "Release a request; wait up to the timeout in seconds for one that is running. False "
             "if it was still running and has been quarantined: its bytes may still move, and its "
             "memory cannot be deregistered yet.")
-        .def(
-            "query_xfer_backend",
-            [](const PyAgent& self, const PyRequest& request) {
-                return ours(self, request).backend();
-            },
-            py::arg("request"), NoGil(), "Return the backend that NIXL chose.")
-        .def(
-            "estimate_xfer_cost",
-            [](const PyAgent& self, const PyRequest& request) {
-                return ours(self, request).estimate_cost();
-            },
-            py::arg("request"), NoGil(),
-            "Return NIXL's estimate of how long a request takes; works before it is posted.")
-        .def(
-            "get_xfer_telemetry",
-            [](const PyAgent& self, const PyRequest& request) {
-                return ours(self, request).telemetry();
-            },
-            py::arg("request"), NoGil(),
-            "Return what NIXL measured of a transfer that is done; needs `AgentConfig.telemetry`.")
+        .def("query_xfer_backend", verb_on<XferRequest>(&XferRequest::backend), py::arg("request"),
+             NoGil(), "Return the backend that NIXL chose.")
+        .def("estimate_xfer_cost", verb_on<XferRequest>(&XferRequest::estimate_cost),
+             py::arg("request"), NoGil(),
+             "Return NIXL's estimate of how long a request takes; works before it is posted.")
+        .def("get_xfer_telemetry", verb_on<XferRequest>(&XferRequest::telemetry),
+             py::arg("request"), NoGil(),
+             "Return what NIXL measured of a transfer that is done; needs `AgentConfig.telemetry`.")
         .def(
             "_gen_notif",
             [](const PyAgent& self, const std::string& peer, const Bytes& message,
-               const Backends& backends) {
-                self->notify(peer, message.value, options_of(backends));
-            },
+               const CallOptions& options) { self->notify(peer, message.value, options); },
             py::arg("peer"), py::arg("message"), py::arg("backends"), NoGil())
         .def(
             "_get_notifs",
-            [](const PyAgent& self, const Backends& backends) {
-                const auto notes =
-                    without_gil([&] { return self->take_notifications(options_of(backends)); });
+            [](const PyAgent& self, const CallOptions& options) {
+                const auto notes = without_gil([&] { return self->take_notifications(options); });
                 py::typing::List<py::typing::Tuple<py::str, py::bytes>> result;
                 for (const Notification& note : notes) {
                     result.append(py::make_tuple(name_of(note.peer), py::bytes(note.message)));

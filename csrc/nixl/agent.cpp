@@ -19,13 +19,12 @@ constexpr Duration kPollInterval = std::chrono::microseconds(200);
 const std::string kServer =
     "the metadata server (NIXL_ETCD_ENDPOINTS or NIXL_TCPSTORE_ENDPOINT names one)";
 
-/// Agents whose requests never became quiet: reachable for ever, never destroyed.
-struct Graveyard {
-    std::mutex mutex;
-    std::vector<std::shared_ptr<Agent>> agents;
-};
-
+/// Keep an agent whose requests never became quiet reachable for ever.
 void bury(std::shared_ptr<Agent> agent) {
+    struct Graveyard {
+        std::mutex mutex;
+        std::vector<std::shared_ptr<Agent>> agents;
+    };
     static auto& graveyard = keep_for_ever<Graveyard>();
     const std::lock_guard lock(graveyard.mutex);
     graveyard.agents.push_back(std::move(agent));
@@ -77,7 +76,8 @@ bool Agent::close(Duration patience) {
         bury(shared_from_this());
         return false;
     }
-    const std::size_t registrations = num_registrations_;
+    const std::lock_guard lock(books_);
+    const std::size_t registrations = registrations_.size();
     const std::size_t prepared = num_prepared_;
     const std::size_t requests = num_requests_;
     if (registrations + prepared + requests != 0) {
@@ -86,11 +86,8 @@ bool Agent::close(Duration patience) {
                                        requests, " requests are not released"));
     }
     is_closed_ = true;
-    {
-        const std::lock_guard lock(books_);
-        backends_.clear();
-        stuck.swap(stuck_);
-    }
+    backends_.clear();
+    stuck.swap(stuck_);
     handle_->destroy();
     return true;
 }
@@ -344,7 +341,6 @@ std::shared_ptr<Registration> Agent::register_memory(Memory memory, Rows rows,
     }
     const std::lock_guard lock(books_);
     registration->is_released_ = false;
-    ++num_registrations_;
     return registration;
 }
 
@@ -532,7 +528,8 @@ std::shared_ptr<XferRequest> Agent::make_request(Op op, const std::shared_ptr<Pr
     auto body = std::make_unique<XferBody>(handle_);
     {
         const std::lock_guard lock(books_);
-        body->use(local, remote);
+        body->use(local);
+        body->use(remote);
     }
     auto request = std::make_shared<XferRequest>(shared_from_this(), op, peer, remote->generation_,
                                                  count, num_bytes, std::move(body));

@@ -19,11 +19,13 @@
 
 namespace pynixlkv::nixl {
 
-class Pin;
 class PreparedList;
 class Registration;
 class XferRequest;
 struct XferBody;
+template <class T>
+class Use;
+using Pin = Use<Registration>;
 
 /// A native agent with checks and locks. Registrations, prepared lists and requests hold it, so it
 /// is destroyed after them.
@@ -42,7 +44,6 @@ class Agent : public std::enable_shared_from_this<Agent>, LiveCounted<Agent> {
     static constexpr const char* kLiveName = "nixl.Agent";
 
     /// Made by std::make_shared only.
-    /// @param name not empty, and unique among the agents that talk to each other
     Agent(std::shared_ptr<const Library> library, std::string name, const AgentConfig& config = {});
 
     [[nodiscard]] const std::string& name() const noexcept { return handle_->name(); }
@@ -52,16 +53,14 @@ class Agent : public std::enable_shared_from_this<Agent>, LiveCounted<Agent> {
 
     [[nodiscard]] std::vector<std::string> available_plugins() const;
     [[nodiscard]] BackendInfo plugin_info(const std::string& plugin) const;
-    /// One backend of each type per agent.
     [[nodiscard]] std::shared_ptr<Backend> create_backend(const std::string& type,
                                                           const ParamMap& params);
     [[nodiscard]] BackendInfo backend_info(const Backend& backend) const;
     [[nodiscard]] std::vector<std::shared_ptr<Backend>> backends() const;
 
-    /// Register memory. Reads options.backends.
+    /// Reads options.backends.
     /// @param blobs backend-specific text per row (file names, object keys), or empty
     /// @param keepalive released after the memory is deregistered
-    /// @throws Error AlreadyRegisteredError for a row that is registered
     [[nodiscard]] std::shared_ptr<Registration> register_memory(Memory memory, Rows rows,
                                                                 std::span<const std::string> blobs,
                                                                 std::shared_ptr<void> keepalive,
@@ -71,15 +70,12 @@ class Agent : public std::enable_shared_from_this<Agent>, LiveCounted<Agent> {
         Memory memory, Rows rows, std::span<const std::string> blobs, const CallOptions& options);
 
     [[nodiscard]] std::string local_metadata() const;
-    /// Metadata of some registered rows; of the connection alone if there are no rows.
     [[nodiscard]] std::string local_partial_metadata(Memory memory, Rows rows,
                                                      const CallOptions& options) const;
     /// @param metadata bytes that were verified: damaged ones can abort the process inside NIXL
-    /// @return name of the peer
     std::string load_remote_metadata(std::string_view metadata);
     [[nodiscard]] bool check_remote_metadata(const std::string& peer, Memory memory,
                                              Rows rows) const;
-    /// Forget a peer and its connection. Lists and requests made for it become stale.
     void invalidate_remote_metadata(const std::string& peer);
 
     void send_local_metadata(const ListenerAddress& address);
@@ -88,17 +84,15 @@ class Agent : public std::enable_shared_from_this<Agent>, LiveCounted<Agent> {
     void invalidate_local_metadata(const ListenerAddress& address);
     void make_connection(const std::string& peer, const CallOptions& options);
 
-    /// Prepare descriptors to be chosen from by index.
     /// @param peer the agent whose memory it is; empty for this agent's own side
     [[nodiscard]] std::shared_ptr<PreparedList> prepare(const std::string& peer, Memory memory,
                                                         Rows rows, const CallOptions& options);
-    /// A request from prepared lists; NIXL merges neighbours unless options.skip_merge.
     /// Reads options.backends, notification, skip_merge.
     [[nodiscard]] std::shared_ptr<XferRequest> make_request(
         Op op, const std::shared_ptr<PreparedList>& local,
         std::span<const std::int32_t> local_indices, const std::shared_ptr<PreparedList>& remote,
         std::span<const std::int32_t> remote_indices, const CallOptions& options);
-    /// A request from rows; NIXL does not merge these. Reads options.backends, notification.
+    /// Reads options.backends, notification.
     [[nodiscard]] std::shared_ptr<XferRequest> create_request(Op op, Memory local_memory,
                                                               Rows local, Memory remote_memory,
                                                               Rows remote, const std::string& peer,
@@ -107,17 +101,14 @@ class Agent : public std::enable_shared_from_this<Agent>, LiveCounted<Agent> {
     void notify(const std::string& peer, std::string_view message, const CallOptions& options);
     [[nodiscard]] std::vector<Notification> take_notifications(const CallOptions& options);
 
-    /// Requests that were given up while running and are not quiet yet.
     [[nodiscard]] std::size_t num_quarantined() const noexcept { return num_quarantined_.load(); }
-    /// Poll the quarantined requests and free the quiet ones.
-    /// @return how many are left
+    /// Poll the quarantined requests, free the quiet ones and return how many are left.
     std::size_t reap();
     /// Reap until none is left or patience ends.
     std::size_t drain(Duration patience);
-    /// Destroy the native agent; waits for quarantined requests first. Idempotent. In a forked
-    /// child this only forgets the agent.
+    /// Destroy the native agent, after its quarantined requests. Idempotent; in a forked child this
+    /// only forgets the agent.
     /// @return false if requests were still running, so that the native agent was abandoned
-    /// @throws Error StateError while registrations, prepared lists or requests are alive
     bool close(Duration patience);
 
   private:
@@ -180,7 +171,6 @@ class Agent : public std::enable_shared_from_this<Agent>, LiveCounted<Agent> {
     std::vector<std::shared_ptr<void>> stuck_;
 
     std::atomic<std::size_t> num_quarantined_{0};
-    std::atomic<std::size_t> num_registrations_{0};
     std::atomic<std::size_t> num_prepared_{0};
     std::atomic<std::size_t> num_requests_{0};
 };

@@ -47,8 +47,6 @@ class AgentHandle : public std::enable_shared_from_this<AgentHandle>, LiveCounte
 
     AgentHandle(std::shared_ptr<const Library> library, std::string name,
                 const AgentConfig& config);
-    AgentHandle(const AgentHandle&) = delete;
-    AgentHandle& operator=(const AgentHandle&) = delete;
     ~AgentHandle();
 
     [[nodiscard]] const std::string& name() const noexcept { return name_; }
@@ -123,9 +121,6 @@ class RegisteredMemory {
     RegisteredMemory(std::shared_ptr<AgentHandle> agent, Memory memory, Rows rows,
                      std::span<const std::string> blobs, const CallOptions& options);
     RegisteredMemory(RegisteredMemory&& other) noexcept = default;
-    RegisteredMemory& operator=(RegisteredMemory&&) = delete;
-    RegisteredMemory(const RegisteredMemory&) = delete;
-    RegisteredMemory& operator=(const RegisteredMemory&) = delete;
     ~RegisteredMemory();
 
     [[nodiscard]] Memory memory() const noexcept { return memory_; }
@@ -164,9 +159,6 @@ class XferHandle {
         : agent_(std::move(other.agent_)),
           handle_(std::exchange(other.handle_, nullptr)),
           is_running_(other.is_running_) {}
-    XferHandle& operator=(XferHandle&&) = delete;
-    XferHandle(const XferHandle&) = delete;
-    XferHandle& operator=(const XferHandle&) = delete;
     ~XferHandle() { (void)release(); }
 
     [[nodiscard]] const AgentHandle& agent() const noexcept { return *agent_; }

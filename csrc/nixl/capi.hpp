@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "base/library.hpp"
 #include "nixl/status.hpp"
 
 namespace pynixlkv::nixl::capi {
@@ -25,35 +24,26 @@ using Request = struct RequestOpaque*;
 using StringList = struct StringListOpaque*;
 using XferList = struct XferListOpaque*;
 
-/// Configuration of an agent, up to and including NIXL 1.5.1.
-struct AgentConfig {
+/// Configuration of an agent. The port is 16 bits wide in the versioned interface (a library that
+/// has `get_version`), which moves the fields after it but keeps the size.
+template <class Port>
+struct ConfigWithPort {
     bool enable_progress_thread;
     bool enable_listen_thread;
-    int listen_port;
+    Port listen_port;
     int thread_sync;
     unsigned int num_workers;  ///< ignored by NIXL since 1.0; the UCX backend has a parameter
     std::uint64_t progress_delay_us;
     std::uint64_t listen_delay_us;
     bool capture_telemetry;
 };
+using AgentConfig = ConfigWithPort<int>;  // up to and including NIXL 1.5.1
+using AgentConfigVersioned = ConfigWithPort<std::uint16_t>;
 static_assert(sizeof(AgentConfig) == 40);
 static_assert(offsetof(AgentConfig, listen_port) == 4);
 static_assert(offsetof(AgentConfig, thread_sync) == 8);
 static_assert(offsetof(AgentConfig, progress_delay_us) == 16);
 static_assert(offsetof(AgentConfig, capture_telemetry) == 32);
-
-/// The same in the versioned interface (a library that has `get_version`): the port became 16 bits
-/// wide, which moves the fields after it but keeps the size.
-struct AgentConfigVersioned {
-    bool enable_progress_thread;
-    bool enable_listen_thread;
-    std::uint16_t listen_port;
-    int thread_sync;
-    unsigned int num_workers;
-    std::uint64_t progress_delay_us;
-    std::uint64_t listen_delay_us;
-    bool capture_telemetry;
-};
 static_assert(sizeof(AgentConfigVersioned) == 40);
 static_assert(offsetof(AgentConfigVersioned, listen_port) == 2);
 static_assert(offsetof(AgentConfigVersioned, thread_sync) == 4);
@@ -167,9 +157,5 @@ struct Functions {
     PYNIXLKV_NIXL_OPTIONAL(X)
 #undef X
 };
-
-/// Fill the table from an open library.
-/// @throws Error LibraryVersionError for a missing required symbol
-[[nodiscard]] Functions load_functions(const SharedLibrary& library);
 
 }  // namespace pynixlkv::nixl::capi

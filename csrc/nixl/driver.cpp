@@ -27,8 +27,6 @@ const std::string kPing("\0pynixlkv ping", 14);
 struct NixlConnection final : transfer::Connection {
     NixlConnection(std::shared_ptr<AgentHandle> owner, std::string peer)
         : agent(std::move(owner)), name(std::move(peer)) {}
-    NixlConnection(const NixlConnection&) = delete;
-    NixlConnection& operator=(const NixlConnection&) = delete;
     ~NixlConnection() override {
         // Up to 1.4 NIXL forgets a lost peer by itself and then does not know it here.
         if (agent->is_usable()) {

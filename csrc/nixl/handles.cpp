@@ -11,6 +11,20 @@ std::string no_detail() {
     return "plain object";
 }
 
+template <class Item, class Native, class List>
+std::vector<Item> read_list(const Library& library, List list, auto size_of, const char* size_call,
+                            auto get, const char* get_call) {
+    std::size_t size = 0;
+    library.check(size_of(list, &size), size_call, no_detail);
+    std::vector<Item> result;
+    for (std::size_t i = 0; i < size; ++i) {
+        Native item{};
+        library.check(get(list, i, &item), get_call, no_detail);
+        result.push_back(static_cast<Item>(item));
+    }
+    return result;
+}
+
 }  // namespace
 
 Owned<capi::Params> make_params(const Library& library, const ParamMap& params) {
@@ -46,29 +60,14 @@ ParamMap read_params(const Library& library, capi::Params params) {
 }
 
 std::vector<Memory> read_memory_types(const Library& library, capi::MemList list) {
-    const capi::Functions& fn = library.fn();
-    std::size_t size = 0;
-    library.check(fn.mem_list_size(list, &size), "mem_list_size", no_detail);
-    std::vector<Memory> result;
-    for (std::size_t i = 0; i < size; ++i) {
-        int memory = 0;
-        library.check(fn.mem_list_get(list, i, &memory), "mem_list_get", no_detail);
-        result.push_back(static_cast<Memory>(memory));
-    }
-    return result;
+    return read_list<Memory, int>(library, list, library.fn().mem_list_size, "mem_list_size",
+                                  library.fn().mem_list_get, "mem_list_get");
 }
 
 std::vector<std::string> read_strings(const Library& library, capi::StringList list) {
-    const capi::Functions& fn = library.fn();
-    std::size_t size = 0;
-    library.check(fn.string_list_size(list, &size), "string_list_size", no_detail);
-    std::vector<std::string> result;
-    for (std::size_t i = 0; i < size; ++i) {
-        const char* string = nullptr;
-        library.check(fn.string_list_get(list, i, &string), "string_list_get", no_detail);
-        result.emplace_back(string);
-    }
-    return result;
+    return read_list<std::string, const char*>(library, list, library.fn().string_list_size,
+                                               "string_list_size", library.fn().string_list_get,
+                                               "string_list_get");
 }
 
 Owned<capi::XferList> make_xfer_list(const Library& library, Memory memory, Rows rows) {

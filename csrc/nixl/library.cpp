@@ -1,6 +1,8 @@
 #include "nixl/library.hpp"
 
+#include <algorithm>
 #include <cstdlib>
+#include <type_traits>
 #include <utility>
 
 #include "base/error.hpp"
@@ -8,9 +10,27 @@
 
 namespace pynixlkv::nixl {
 
+namespace {
+
+capi::Functions load_functions(const SharedLibrary& library) {
+    capi::Functions table;
+#define X(name, arguments) \
+    table.name = library.require<std::remove_pointer_t<decltype(table.name)>>("nixl_capi_" #name);
+    PYNIXLKV_NIXL_REQUIRED(X)
+#undef X
+    table.is_stub = library.require<bool()>("nixl_capi_is_stub");
+#define X(result, name, arguments) \
+    table.name = library.find<std::remove_pointer_t<decltype(table.name)>>("nixl_capi_" #name);
+    PYNIXLKV_NIXL_OPTIONAL(X)
+#undef X
+    return table;
+}
+
+}  // namespace
+
 std::shared_ptr<const Library> Library::open(const std::string& path) {
     const SharedLibrary library(path);
-    return std::make_shared<const Library>(path, capi::load_functions(library));
+    return std::make_shared<const Library>(path, load_functions(library));
 }
 
 Library::Library(std::string path, const capi::Functions& functions)
@@ -33,10 +53,15 @@ std::string Library::version() const {
 }
 
 void Library::fail(Status status, const char* call, const std::string& detail) const {
-    if (status == Status::kException && functions_.last_error_message != nullptr) {
-        throw_status(status, call, text(detail, "; ", functions_.last_error_message()));
-    }
-    throw_status(status, call, detail);
+    const bool has_more = status == Status::kException && functions_.last_error_message != nullptr;
+    const auto about = has_more ? text(detail, "; ", functions_.last_error_message()) : detail;
+    const auto* info = std::find_if(kStatusTable.begin(), kStatusTable.end(),
+                                    [&](const StatusInfo& row) { return row.status == status; });
+    const bool is_known = info != kStatusTable.end();
+    const int code = static_cast<int>(status);
+    throw NativeError("nixl", is_known ? info->kind : "other", code, call, about,
+                      text("nixl ", call, " failed (", about,
+                           "): ", is_known ? info->name : "unlisted status", " (", code, ")"));
 }
 
 void Library::free(void* memory) const noexcept {

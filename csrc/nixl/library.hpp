@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "base/library.hpp"
 #include "nixl/capi.hpp"
 
 namespace pynixlkv::nixl {
@@ -22,7 +23,7 @@ class Library {
     [[nodiscard]] const std::string& path() const noexcept { return path_; }
     [[nodiscard]] const capi::Functions& fn() const noexcept { return functions_; }
 
-    /// Version that the library reports, empty if it cannot.
+    /// Empty if the library does not tell.
     [[nodiscard]] std::string version() const;
 
     /// Throw unless a call succeeded. `detail` is a callable that makes the text, so that success
@@ -34,6 +35,9 @@ class Library {
         }
     }
 
+    /// Throw the NativeError of a failed call.
+    /// @param call function without the `nixl_capi_` prefix
+    /// @param detail what was being done, on what, with which peer
     [[noreturn]] void fail(Status status, const char* call, const std::string& detail) const;
 
     /// Free memory that the library allocated for us.

@@ -14,6 +14,8 @@ namespace pynixlkv::nixl {
 
 class PreparedList : LiveCounted<PreparedList> {
     friend class Agent;
+    template <class T>
+    friend class Use;
     friend struct XferBody;
 
   public:
@@ -21,8 +23,6 @@ class PreparedList : LiveCounted<PreparedList> {
 
     PreparedList(std::shared_ptr<Agent> agent, std::string peer, Memory memory, Rows rows,
                  std::uint64_t generation);
-    PreparedList(const PreparedList&) = delete;
-    PreparedList& operator=(const PreparedList&) = delete;
     ~PreparedList();
 
     [[nodiscard]] const std::shared_ptr<Agent>& agent() const noexcept { return agent_; }
@@ -31,11 +31,9 @@ class PreparedList : LiveCounted<PreparedList> {
     [[nodiscard]] std::size_t size() const noexcept { return size_; }
     [[nodiscard]] bool is_released() const noexcept { return is_released_.load(); }
 
-    /// @throws Error StateError while requests use the list, ClosedError if it was released before
     void release();
 
   private:
-    /// Bytes of one descriptor.
     [[nodiscard]] std::uint64_t length(std::size_t index) const noexcept {
         return lengths_.empty() ? uniform_length_ : lengths_[index];
     }

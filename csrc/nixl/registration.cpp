@@ -21,7 +21,6 @@ Registration::~Registration() {
         agent_->keep_for_ever(std::move(keepalive_));
     }
     agent_->remove_spans(*this);
-    --agent_->num_registrations_;
 }
 
 void Registration::release() {
@@ -47,7 +46,6 @@ void Registration::release() {
         throw;
     }
     agent_->remove_spans(*this);
-    --agent_->num_registrations_;
     keepalive = std::move(keepalive_);
 }
 

@@ -15,27 +15,22 @@ namespace pynixlkv::nixl {
 /// or at the end of its life. Every prepared list and request on the memory keeps it.
 class Registration : LiveCounted<Registration> {
     friend class Agent;
-    friend class Pin;
+    template <class T>
+    friend class Use;
 
   public:
     static constexpr const char* kLiveName = "nixl.Registration";
 
     Registration(std::shared_ptr<Agent> agent, RegisteredMemory memory,
                  std::shared_ptr<void> keepalive);
-    Registration(const Registration&) = delete;
-    Registration& operator=(const Registration&) = delete;
     ~Registration();
 
     [[nodiscard]] const std::shared_ptr<Agent>& agent() const noexcept { return agent_; }
     [[nodiscard]] Memory memory() const noexcept { return memory_.memory(); }
     [[nodiscard]] Rows rows() const noexcept { return memory_.rows(); }
     [[nodiscard]] bool is_released() const noexcept { return is_released_.load(); }
-    /// Prepared lists and requests that use the memory.
     [[nodiscard]] std::size_t num_users() const noexcept { return num_users_.load(); }
 
-    /// Deregister. Peers that know the memory can go on reading and writing it on some transports
-    /// (same-host copies, TCP): do not reuse it before they have been told to stop.
-    /// @throws Error RegistrationInUseError, ClosedError if it was released before
     void release();
 
   private:
@@ -50,30 +45,23 @@ class Registration : LiveCounted<Registration> {
     std::atomic<std::size_t> num_users_{0};
 };
 
-/// A use of registered memory, which forbids to deregister it.
-class Pin {
+/// A use of registered memory or of a prepared list, which forbids to release it.
+template <class T>
+class Use {
   public:
-    explicit Pin(std::shared_ptr<Registration> registration) noexcept
-        : registration_(std::move(registration)) {
-        ++registration_->num_users_;
-    }
-    Pin(Pin&&) noexcept = default;
-    Pin& operator=(Pin&& other) noexcept {
-        std::swap(registration_, other.registration_);
-        return *this;
-    }
-    Pin(const Pin&) = delete;
-    Pin& operator=(const Pin&) = delete;
-    ~Pin() {
-        if (registration_) {
-            --registration_->num_users_;
+    explicit Use(std::shared_ptr<T> used) noexcept : used_(std::move(used)) { ++used_->num_users_; }
+    Use(Use&&) noexcept = default;
+    Use& operator=(Use&&) = delete;
+    ~Use() {
+        if (used_) {
+            --used_->num_users_;
         }
     }
 
-    [[nodiscard]] const Registration* get() const noexcept { return registration_.get(); }
+    [[nodiscard]] const T* get() const noexcept { return used_.get(); }
 
   private:
-    std::shared_ptr<Registration> registration_;
+    std::shared_ptr<T> used_;
 };
 
 }  // namespace pynixlkv::nixl

@@ -1,32 +1,36 @@
 /// @file
-/// Status codes of NIXL's C interface: the only list of them, and the only way from a code to an
-/// exception. The numbers differ from those of NIXL's C++ enum.
+/// Status codes of NIXL's C interface, the only list of them. The numbers differ from those of
+/// NIXL's C++ enum.
 #pragma once
 
 #include <array>
-#include <string>
-#include <string_view>
 
 namespace pynixlkv::nixl {
 
+// Each row: enumerator, code, NIXL's name, kind. The codes from -7 on were announced in the
+// interface's header after 1.5.1, whose library folds them into kBackend.
+#define PYNIXLKV_NIXL_STATUSES(X)                             \
+    X(kInProgress, 1, "IN_PROG", "")                          \
+    X(kSuccess, 0, "SUCCESS", "")                             \
+    X(kInvalidParam, -1, "INVALID_PARAM", "invalid_param")    \
+    X(kBackend, -2, "BACKEND", "backend")                     \
+    X(kInvalidState, -3, "INVALID_STATE", "state")            \
+    X(kException, -4, "EXCEPTION", "other")                   \
+    X(kNoTelemetry, -5, "NO_TELEMETRY", "telemetry")          \
+    X(kNotFound, -6, "NOT_FOUND", "not_found")                \
+    X(kNotPosted, -7, "NOT_POSTED", "state")                  \
+    X(kMismatch, -8, "MISMATCH", "invalid_param")             \
+    X(kNotAllowed, -9, "NOT_ALLOWED", "state")                \
+    X(kRepostActive, -10, "REPOST_ACTIVE", "state")           \
+    X(kUnknown, -11, "UNKNOWN", "other")                      \
+    X(kNotSupported, -12, "NOT_SUPPORTED", "other")           \
+    X(kRemoteDisconnect, -13, "REMOTE_DISCONNECT", "backend") \
+    X(kCanceled, -14, "CANCELED", "backend")
+
 enum class Status : int {
-    kInProgress = 1,
-    kSuccess = 0,
-    kInvalidParam = -1,
-    kBackend = -2,
-    kInvalidState = -3,
-    kException = -4,
-    kNoTelemetry = -5,
-    kNotFound = -6,
-    // Announced in the interface's header after 1.5.1, whose library folds them into kBackend.
-    kNotPosted = -7,
-    kMismatch = -8,
-    kNotAllowed = -9,
-    kRepostActive = -10,
-    kUnknown = -11,
-    kNotSupported = -12,
-    kRemoteDisconnect = -13,
-    kCanceled = -14,
+#define X(enumerator, code, name, kind) enumerator = code,
+    PYNIXLKV_NIXL_STATUSES(X)
+#undef X
 };
 
 struct StatusInfo {
@@ -36,37 +40,9 @@ struct StatusInfo {
 };
 
 inline constexpr std::array kStatusTable{
-    StatusInfo{Status::kInProgress, "IN_PROG", ""},
-    StatusInfo{Status::kSuccess, "SUCCESS", ""},
-    StatusInfo{Status::kInvalidParam, "INVALID_PARAM", "invalid_param"},
-    StatusInfo{Status::kBackend, "BACKEND", "backend"},
-    StatusInfo{Status::kInvalidState, "INVALID_STATE", "state"},
-    StatusInfo{Status::kException, "EXCEPTION", "other"},
-    StatusInfo{Status::kNoTelemetry, "NO_TELEMETRY", "telemetry"},
-    StatusInfo{Status::kNotFound, "NOT_FOUND", "not_found"},
-    StatusInfo{Status::kNotPosted, "NOT_POSTED", "state"},
-    StatusInfo{Status::kMismatch, "MISMATCH", "invalid_param"},
-    StatusInfo{Status::kNotAllowed, "NOT_ALLOWED", "state"},
-    StatusInfo{Status::kRepostActive, "REPOST_ACTIVE", "state"},
-    StatusInfo{Status::kUnknown, "UNKNOWN", "other"},
-    StatusInfo{Status::kNotSupported, "NOT_SUPPORTED", "other"},
-    StatusInfo{Status::kRemoteDisconnect, "REMOTE_DISCONNECT", "backend"},
-    StatusInfo{Status::kCanceled, "CANCELED", "backend"},
+#define X(enumerator, code, name, kind) StatusInfo{Status::enumerator, name, kind},
+    PYNIXLKV_NIXL_STATUSES(X)
+#undef X
 };
-
-/// Row of the table, null for a code that no known NIXL has.
-[[nodiscard]] constexpr const StatusInfo* find_status(Status status) noexcept {
-    for (const StatusInfo& info : kStatusTable) {
-        if (info.status == status) {
-            return &info;
-        }
-    }
-    return nullptr;
-}
-
-/// Throw the NativeError of a failed call.
-/// @param call function without the `nixl_capi_` prefix
-/// @param detail what was being done, on what, with which peer
-[[noreturn]] void throw_status(Status status, const char* call, const std::string& detail);
 
 }  // namespace pynixlkv::nixl

@@ -13,24 +13,11 @@ constexpr Duration kPollInterval = std::chrono::microseconds(50);
 
 // ---- XferBody
 
-XferBody::~XferBody() {
-    if (local) {
-        --local->num_users_;
-        --remote->num_users_;
+void XferBody::use(const std::shared_ptr<PreparedList>& list) {
+    if (list->is_released()) {
+        throw Error("ClosedError", text("make_xfer_req: ", list->str(), " was released"));
     }
-}
-
-void XferBody::use(std::shared_ptr<PreparedList> local_list,
-                   std::shared_ptr<PreparedList> remote_list) {
-    for (const auto* list : {&local_list, &remote_list}) {
-        if ((*list)->is_released()) {
-            throw Error("ClosedError", text("make_xfer_req: ", (*list)->str(), " was released"));
-        }
-    }
-    local = std::move(local_list);
-    remote = std::move(remote_list);
-    ++local->num_users_;
-    ++remote->num_users_;
+    lists.emplace_back(list);
 }
 
 // ---- XferRequest

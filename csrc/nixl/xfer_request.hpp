@@ -29,16 +29,12 @@ struct XferBody : LiveCounted<XferBody> {
     static constexpr const char* kLiveName = "nixl.XferBody";
 
     explicit XferBody(std::shared_ptr<AgentHandle> agent) noexcept : native(std::move(agent)) {}
-    XferBody(const XferBody&) = delete;
-    XferBody& operator=(const XferBody&) = delete;
-    ~XferBody();
 
-    void use(std::shared_ptr<PreparedList> local_list, std::shared_ptr<PreparedList> remote_list);
+    void use(const std::shared_ptr<PreparedList>& list);
 
     // The native request goes first, then what it uses.
     std::vector<Pin> pins;
-    std::shared_ptr<PreparedList> local;
-    std::shared_ptr<PreparedList> remote;
+    std::vector<Use<PreparedList>> lists;
     XferHandle native;
 };
 
@@ -52,37 +48,28 @@ class XferRequest : LiveCounted<XferRequest> {
     XferRequest(std::shared_ptr<Agent> agent, Op op, std::string peer, std::uint64_t generation,
                 std::size_t num_descriptors, std::uint64_t num_bytes,
                 std::unique_ptr<XferBody> body);
-    XferRequest(const XferRequest&) = delete;
-    XferRequest& operator=(const XferRequest&) = delete;
     /// Frees the request if it is quiet and the agent is not busy, quarantines it otherwise.
     ~XferRequest();
 
     [[nodiscard]] const std::shared_ptr<Agent>& agent() const noexcept { return agent_; }
     [[nodiscard]] Op op() const noexcept { return op_; }
     [[nodiscard]] const std::string& peer() const noexcept { return peer_; }
-    /// Descriptors as given, before NIXL merged any.
     [[nodiscard]] std::size_t num_descriptors() const noexcept { return num_descriptors_; }
     [[nodiscard]] std::uint64_t num_bytes() const noexcept { return num_bytes_; }
     /// State as of the last call; does not poll.
     [[nodiscard]] XferState state() const noexcept { return state_.load(); }
+    [[nodiscard]] bool is_released() const noexcept { return state_ == XferState::kReleased; }
 
-    /// Start the transfer. On same-host paths this copies everything before it returns.
-    /// @param notification replaces the one given when the request was made
-    /// @return kPending or kDone
-    /// @throws Error StateError while running, StalePeerError, ClosedError
-    /// @throws NativeError the transfer failed
+    /// Start the transfer, perhaps with another notification. Returns kPending or kDone.
     XferState post(const std::optional<std::string>& notification = std::nullopt);
-    /// Poll. Returns kNotPosted without asking NIXL, which would call that a failure.
-    /// @throws NativeError the transfer failed; every further call throws the same
+    /// Poll a running transfer. One that has failed throws the same NativeError each time.
     XferState poll();
     /// Free the request. A running one is polled until it ends or patience does.
     /// @return false if it was quarantined: bytes may still move
-    /// @throws Error ClosedError if it was released before
     bool release(Duration patience);
 
     [[nodiscard]] std::shared_ptr<Backend> backend();
     [[nodiscard]] CostEstimate estimate_cost();
-    /// Needs AgentConfig::telemetry and a request that is done.
     [[nodiscard]] capi::Telemetry telemetry();
 
   private:

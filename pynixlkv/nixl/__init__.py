@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from pynixlkv.nixl.agent import NixlAgent
-from pynixlkv.nixl.verbs import (
-    Agent,
-    AgentConfig,
+from pynixlkv._native.nixl import (
     Backend,
-    Notification,
     PluginParams,
     PreparedList,
     Registration,
-    ThreadSync,
     TransferCost,
     TransferTelemetry,
     XferRequest,
-    XferState,
 )
+from pynixlkv.nixl._enums import ThreadSync, XferState
+from pynixlkv.nixl.agent import NixlAgent
+from pynixlkv.nixl.verbs import Agent, AgentConfig, Notification
 
 __all__ = [
     "Agent",

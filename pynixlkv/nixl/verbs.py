@@ -22,15 +22,12 @@ from pynixlkv._closeable import Closeable
 from pynixlkv._loader import load_nixl
 from pynixlkv._native.nixl import (
     Backend,
-    PluginParams,
     PreparedList,
     Registration,
-    TransferCost,
-    TransferTelemetry,
     XferRequest,
 )
 from pynixlkv.errors import ClosedError, ConfigError
-from pynixlkv.nixl._enums import ThreadSync, XferState
+from pynixlkv.nixl._enums import ThreadSync
 from pynixlkv.types import AgentName, MemorySpan, MemoryType
 
 if TYPE_CHECKING:
@@ -40,22 +37,6 @@ if TYPE_CHECKING:
 
     from pynixlkv.types import Operation
 
-    Owner = Registration | PreparedList | XferRequest
-
-__all__ = [
-    "Agent",
-    "AgentConfig",
-    "Backend",
-    "Notification",
-    "PluginParams",
-    "PreparedList",
-    "Registration",
-    "ThreadSync",
-    "TransferCost",
-    "TransferTelemetry",
-    "XferRequest",
-    "XferState",
-]
 
 _OwnerType = TypeVar("_OwnerType", Registration, PreparedList, XferRequest)
 
@@ -169,7 +150,7 @@ class Agent(_native.nixl.NativeAgent, Closeable):
         if not isinstance(name, str):
             raise ConfigError(f"the name of an agent is {name!r}; it must be a str")
         super().__init__(load_nixl(), name, **asdict(config or AgentConfig()))
-        self._owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+        self._owners: weakref.WeakSet[XferRequest | PreparedList | Registration] = weakref.WeakSet()
 
     # ---- life
 
@@ -186,23 +167,24 @@ class Agent(_native.nixl.NativeAgent, Closeable):
             raise ConfigError(f"timeout is {timeout!r}; it must be a number of seconds, 0 or more")
         deadline = time.monotonic() + timeout
         owners = list(self._owners)
-        for kind in (XferRequest, PreparedList, Registration):
+        for owner in owners:
+            if isinstance(owner, XferRequest):
+                owner.close(max(0.0, deadline - time.monotonic()))
+        left = self._drain(max(0.0, deadline - time.monotonic()))
+        if left:
+            self._close()
+            warnings.warn(
+                f"agent {self.name!r} was closed with {left} requests running; it and its "
+                "memory are kept for the life of the process",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+            return False
+        for kind in (PreparedList, Registration):
             for owner in owners:
-                if isinstance(owner, XferRequest) and kind is XferRequest:
-                    owner.close(max(0.0, deadline - time.monotonic()))
-                elif isinstance(owner, kind):
+                if isinstance(owner, kind):
                     owner.close()
-            left = self._drain(max(0.0, deadline - time.monotonic()))
-            if left:
-                self._close()
-                warnings.warn(
-                    f"agent {self.name!r} was closed with {left} requests running; it and its "
-                    "memory are kept for the life of the process",
-                    ResourceWarning,
-                    stacklevel=2,
-                    source=self,
-                )
-                return False
         return self._close()
 
     def __del__(self) -> None:
@@ -233,20 +215,10 @@ class Agent(_native.nixl.NativeAgent, Closeable):
     ) -> Registration:
         """Register memory given by its addresses; few large regions cost the peers least.
 
-        Parameters
-        ----------
-        descriptors : array_like of int, shape (n, 3)
-            Address, length in bytes, device. For files and objects: offset, length, file
-            descriptor or key; offset 0 and length 0 for the whole of it.
-        memory_type : MemoryType or str
-            Kind of memory.
-        metadata : sequence of str or bytes
-            What the backend needs to know of each descriptor (a file name, an object key); empty
-            or one for each.
-        keepalive : object
-            Kept until the memory is deregistered.
-        backends : sequence of Backend
-            Register with these only.
+        A descriptor is address, length in bytes, device; for files and objects, it is offset,
+        length, file descriptor or key, with offset 0 and length 0 for the whole of it. `metadata`
+        is empty or has for each descriptor what the backend needs to know (a file name, an object
+        key). `keepalive` is held until the memory is deregistered.
         """
         rows = _rows("registered", descriptors)
         return self._adopt(
@@ -372,16 +344,8 @@ class Agent(_native.nixl.NativeAgent, Closeable):
     ) -> PreparedList:
         """Prepare descriptors, for requests that choose from them by index.
 
-        Parameters
-        ----------
-        peer : str or None
-            Agent whose memory it is; None for this agent's own side.
-        descriptors : array_like of int, shape (n, 3)
-            Address, length in bytes, device. In address order NIXL stores and looks them up best.
-        memory_type : MemoryType or str
-            Their kind.
-        backends : sequence of Backend
-            For these only.
+        `peer` is the agent whose memory it is, None for this agent's own side. NIXL stores and
+        looks up descriptors best in address order.
         """
         rows = _rows("remote" if peer else "local", descriptors)
         return self._adopt(self._prep_xfer_dlist(peer or "", rows, memory_type, backends))
@@ -398,23 +362,11 @@ class Agent(_native.nixl.NativeAgent, Closeable):
         skip_merge: bool = False,
         backends: Sequence[Backend] = (),
     ) -> XferRequest:
-        """Make a request from prepared lists.
+        """Make a request from prepared lists; READ is remote to local.
 
-        Parameters
-        ----------
-        operation : Operation or str
-            READ is remote to local.
-        local, remote : PreparedList
-            Lists of this side and of the peer's.
-        local_indices, remote_indices : array_like of int, shape (n,)
-            Descriptors to move, by their place in the lists, paired, of equal lengths; int32 arrays
-            are not copied.
-        notification : bytes, optional
-            Delivered to the peer after the last byte.
-        skip_merge : bool
-            Do not let NIXL merge neighbours.
-        backends : sequence of Backend
-            Choose from these only.
+        The indices choose pairs of descriptors of equal lengths; int32 arrays are not copied. The
+        `notification` is delivered to the peer after the last byte. `skip_merge` keeps NIXL from
+        merging neighbours.
         """
         request = self._make_xfer_req(
             operation,
@@ -442,18 +394,7 @@ class Agent(_native.nixl.NativeAgent, Closeable):
     ) -> XferRequest:
         """Make a request from descriptors. NIXL does not merge neighbours of these.
 
-        Parameters
-        ----------
-        operation : Operation or str
-            READ is remote to local.
-        local, remote : array_like of int, shape (n, 3)
-            Address, length in bytes, device; row i of one side pairs with row i of the other.
-        peer : str
-            The other side; may be this agent itself.
-        local_memory, remote_memory : MemoryType or str
-            Kinds of memory.
-        notification, backends
-            As for `make_xfer_req`.
+        Row i of one side pairs with row i of the other. `peer` may be this agent itself.
         """
         ours, theirs = _rows("local", local), _rows("remote", remote)
         request = self._create_xfer_req(

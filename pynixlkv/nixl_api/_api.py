@@ -64,8 +64,15 @@ class _Handle:
             self._release()
             self._released = True
 
+    def __del__(self) -> None:
+        if not getattr(self, "_released", True) and not self._agent.is_closed:
+            self._drop()
+
     def _release(self) -> None:
         raise NotImplementedError
+
+    def _drop(self) -> None:
+        self._release()
 
 
 class nixl_prepped_dlist_handle(_Handle):
@@ -75,10 +82,6 @@ class nixl_prepped_dlist_handle(_Handle):
 
     def _release(self) -> None:
         self._agent.releasedDlistH(self._handle)
-
-    def __del__(self) -> None:
-        if not getattr(self, "_released", True) and not self._agent.is_closed:
-            self.release()
 
 
 class nixl_xfer_handle(_Handle):
@@ -93,9 +96,8 @@ class nixl_xfer_handle(_Handle):
     def _release(self) -> None:
         self._agent.releaseXferReq(self._handle)
 
-    def __del__(self) -> None:
-        if not getattr(self, "_released", True) and not self._agent.is_closed:
-            self._agent._drop_request(self._handle)
+    def _drop(self) -> None:
+        self._agent._drop_request(self._handle)
 
 
 class nixl_thread_sync_t(Enum):
@@ -152,13 +154,14 @@ class nixl_agent:
             sync = nixlBind.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         else:
             sync = nixlBind.nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE
-        raw = nixlBind.nixlAgentConfig()
-        raw.useProgThread = conf.enable_pthread
-        raw.useListenThread = conf.enable_listen
-        raw.listenPort = conf.port
-        raw.syncMode = sync
-        raw.pthrDelay = _PROGRESS_DELAY_US
-        raw.captureTelemetry = conf.capture_telemetry
+        raw = nixlBind.nixlAgentConfig(
+            conf.enable_pthread,
+            conf.enable_listen,
+            conf.port,
+            sync,
+            pthrDelay=_PROGRESS_DELAY_US,
+            captureTelemetry=conf.capture_telemetry,
+        )
         self.agent = nixlBind.nixlAgent(agent_name, raw)
         self.name = agent_name
         self.notifs: dict[str, list[bytes]] = {}
@@ -212,9 +215,9 @@ class nixl_agent:
 
     def create_backend(self, backend: str, initParams: dict[str, str] | None = None) -> None:
         self.backends[backend] = self.agent.createBackend(backend, initParams or {})
-        options, mems = self.agent.getBackendParams(self.backends[backend])
-        self.backend_options[backend] = options
-        self.backend_mems[backend] = mems
+        self.backend_options[backend], self.backend_mems[backend] = self.agent.getBackendParams(
+            self.backends[backend]
+        )
 
     # ---- memory
 
@@ -222,7 +225,7 @@ class nixl_agent:
         self, reg_list: Descs, mem_type: str | None = None, backends: Sequence[str] = ()
     ) -> nixlBind.nixlRegDList:
         """Register memory."""
-        descs = self._make_descs(nixlBind.nixlRegDList, 4, reg_list, mem_type)
+        descs = self._make_descs(nixlBind.nixlRegDList, reg_list, mem_type)
         self.agent.registerMem(descs, self._numbers(backends))
         return descs
 
@@ -235,7 +238,7 @@ class nixl_agent:
         self, reg_list: Descs, backend: str, mem_type: str | None = None
     ) -> list[dict[str, str] | None]:
         """Ask a storage backend about files or objects; None for those that do not exist."""
-        descs = self._make_descs(nixlBind.nixlRegDList, 4, reg_list, mem_type)
+        descs = self._make_descs(nixlBind.nixlRegDList, reg_list, mem_type)
         if backend not in self.backends:
             raise ValueError(
                 f"Backend {backend!r} not found. Available backends: {list(self.backends)}"
@@ -246,21 +249,13 @@ class nixl_agent:
         self, descs: Descs, mem_type: str | None = None
     ) -> nixlBind.nixlXferDList | None:
         """Make a list of descriptors for transfers."""
-        try:
-            return self._make_descs(nixlBind.nixlXferDList, 3, descs, mem_type)
-        except _UnusableError as error:
-            _logger.error("no descriptors for a transfer: %s", str(error))
-            return None
+        return self._usable_descs(nixlBind.nixlXferDList, descs, mem_type, "for a transfer")
 
     def get_reg_descs(
         self, descs: Descs, mem_type: str | None = None
     ) -> nixlBind.nixlRegDList | None:
         """Make a list of descriptors for registration."""
-        try:
-            return self._make_descs(nixlBind.nixlRegDList, 4, descs, mem_type)
-        except _UnusableError as error:
-            _logger.error("no descriptors to register: %s", str(error))
-            return None
+        return self._usable_descs(nixlBind.nixlRegDList, descs, mem_type, "to register")
 
     def get_remote_descs(
         self, descs: Descs, mem_type: str | None = None
@@ -313,11 +308,10 @@ class nixl_agent:
         if isinstance(xfer_list, np.ndarray) and xfer_list.ndim == 2 and xfer_list.shape[1] == 5:
             if mem_type is None:
                 raise ValueError("strided descriptors need a mem_type")
-            memory = self.nixl_mems[mem_type]
-            handle = self.agent.prepXferDlist(name, memory, xfer_list, numbers)
+            arguments = [self.nixl_mems[mem_type], xfer_list]
         else:
-            descs = self._make_descs(nixlBind.nixlXferDList, 3, xfer_list, mem_type)
-            handle = self.agent.prepXferDlist(name, descs, numbers)
+            arguments = [self._make_descs(nixlBind.nixlXferDList, xfer_list, mem_type)]
+        handle = self.agent.prepXferDlist(name, *arguments, numbers)
         return nixl_prepped_dlist_handle(self.agent, handle)
 
     def make_prepped_xfer(
@@ -492,29 +486,36 @@ class nixl_agent:
 
     def _load_plugin_params(self, plugin: str) -> None:
         if plugin in self.plugin_list and plugin not in self.plugin_b_options:
-            params, mems = self.agent.getPluginParams(plugin)
-            self.plugin_b_options[plugin] = params
-            self.plugin_mem_types[plugin] = mems
+            self.plugin_b_options[plugin], self.plugin_mem_types[plugin] = (
+                self.agent.getPluginParams(plugin)
+            )
 
-    def _make_descs(
-        self, kind: type[_ListType], width: int, descs: Descs, mem_type: str | None
-    ) -> _ListType:
+    def _usable_descs(
+        self, kind: type[_ListType], descs: Descs, mem_type: str | None, purpose: str
+    ) -> _ListType | None:
+        try:
+            return self._make_descs(kind, descs, mem_type)
+        except _UnusableError as error:
+            _logger.error("no descriptors %s: %s", purpose, str(error))
+            return None
+
+    def _make_descs(self, kind: type[_ListType], descs: Descs, mem_type: str | None) -> _ListType:
         if isinstance(descs, nixlBind._DescList):
             if isinstance(descs, kind):
                 return descs
             raise _UnusableError(f"a {kind.__name__} is needed, not {descs!r}")
-        torch = sys.modules.get("torch")  # without it nothing can be a tensor
-        if torch is not None and isinstance(descs, torch.Tensor):
-            return self._make_tensor_descs(kind, [descs])
-        if torch is not None and len(descs) and isinstance(descs[0], torch.Tensor):
-            return self._make_tensor_descs(kind, list(descs))
+        if torch := sys.modules.get("torch"):  # without it nothing can be a tensor
+            if isinstance(descs, torch.Tensor):
+                return self._make_tensor_descs(kind, [descs])
+            if len(descs) and isinstance(descs[0], torch.Tensor):
+                return self._make_tensor_descs(kind, list(descs))
         if mem_type is None:
             raise _UnusableError("tuples and arrays need a mem_type")
         if isinstance(descs, np.ndarray):
             if descs.ndim != 2 or descs.shape[1] != 3:
                 raise _UnusableError(f"an Nx3 array is needed; its shape is {descs.shape}")
-        elif len(descs) and not (isinstance(descs[0], tuple) and len(descs[0]) == width):
-            raise _UnusableError(f"tuples of {width} elements are needed, not {descs[0]!r}")
+        elif len(descs) and not (isinstance(descs[0], tuple) and len(descs[0]) == kind._width):
+            raise _UnusableError(f"tuples of {kind._width} elements are needed, not {descs[0]!r}")
         return kind(self.nixl_mems[mem_type], descs)
 
     @staticmethod

@@ -7,14 +7,17 @@ release it is refused, where NIXL would follow a dangling pointer.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import enum
 import functools
+import inspect
 import itertools
 import threading
 import weakref
 from array import array
 from collections import Counter
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
@@ -174,17 +177,11 @@ class nixlNoTelemetryError(PynixlkvError):
     """The agent was made without telemetry."""
 
 
-_KINDS: tuple[tuple[type[PynixlkvError], type[PynixlkvError]], ...] = (
-    (NotRegisteredError, nixlNotFoundError),
-    (UnknownPeerError, nixlNotFoundError),
-    (StalePeerError, nixlNotFoundError),
-    (NixlNotFoundError, nixlNotFoundError),
-    (NixlInvalidParamError, nixlInvalidParamError),
-    (NixlTelemetryError, nixlNoTelemetryError),
-    (RegistrationInUseError, nixlNotAllowedError),
-    (AlreadyRegisteredError, nixlNotAllowedError),
-    (ClosedError, nixlInvalidParamError),
-    (ConfigError, nixlInvalidParamError),
+_KINDS: tuple[tuple[tuple[type[PynixlkvError], ...], type[PynixlkvError]], ...] = (
+    ((NotRegisteredError, UnknownPeerError, StalePeerError, NixlNotFoundError), nixlNotFoundError),
+    ((RegistrationInUseError, AlreadyRegisteredError), nixlNotAllowedError),
+    ((NixlInvalidParamError, ClosedError, ConfigError), nixlInvalidParamError),
+    ((NixlTelemetryError,), nixlNoTelemetryError),
 )
 
 
@@ -208,12 +205,24 @@ def _raises_nixl(
                 raise
             except (NativeError, StateError, ConfigError) as error:
                 otherwise = state if isinstance(error, StateError) else backend
-                named = next((to for kind, to in _KINDS if isinstance(error, kind)), otherwise)
+                named = next((to for kinds, to in _KINDS if isinstance(error, kinds)), otherwise)
                 raise named(str(error)) from error
 
         return call
 
     return decorate
+
+
+def _all_raise_nixl(cls: type[Result]) -> type[Result]:
+    """Do so for the public methods of a class, those that are decorated already aside."""
+    for name, method in list(vars(cls).items()):
+        if (
+            inspect.isfunction(method)
+            and not name.startswith("_")
+            and not hasattr(method, "__wrapped__")
+        ):
+            setattr(cls, name, _raises_nixl()(method))
+    return cls
 
 
 # ---- serialised lists and metadata
@@ -317,8 +326,8 @@ class _DescList:
         if isinstance(descs, np.ndarray):
             self._rows = self._from_array(descs)
         elif isinstance(descs, list):
-            if not all(desc.__class__ is tuple and len(desc) == self._width for desc in descs):
-                for desc in descs:
+            for desc in descs:
+                if desc.__class__ is not tuple or len(desc) != self._width:
                     self._check(desc)
             self._rows = _as_rows(descs)
         else:
@@ -359,6 +368,10 @@ class _DescList:
     @property
     def rows(self) -> Rows:
         return self._rows[: self._count]
+
+    @property
+    def memory(self) -> MemoryType:
+        return MemoryType(self._type)
 
     def getType(self) -> nixl_mem_t:
         return self._type
@@ -510,48 +523,33 @@ def _load(kind: bytes, state: bytes) -> tuple[nixl_mem_t, int, _FieldReader]:
 # ---- the agent
 
 
+@dataclass(eq=False, repr=False)
 class nixlXferTelemetry:
     """What NIXL measured of a transfer; times in microseconds."""
 
-    def __init__(
-        self,
-        startTime: int = 0,
-        postDuration: int = 0,
-        xferDuration: int = 0,
-        totalBytes: int = 0,
-        descCount: int = 0,
-    ) -> None:
-        self.startTime = startTime
-        self.postDuration = postDuration
-        self.xferDuration = xferDuration
-        self.totalBytes = totalBytes
-        self.descCount = descCount
+    startTime: int = 0
+    postDuration: int = 0
+    xferDuration: int = 0
+    totalBytes: int = 0
+    descCount: int = 0
 
 
+@dataclass(eq=False, repr=False)
 class nixlAgentConfig:
     """Configuration of a raw agent; `pthrDelay` and `lthrDelay` are in microseconds."""
 
-    def __init__(
-        self,
-        useProgThread: bool = False,
-        useListenThread: bool = False,
-        listenPort: int = DEFAULT_COMM_PORT,
-        syncMode: nixl_thread_sync_t = nixl_thread_sync_t.NIXL_THREAD_SYNC_DEFAULT,
-        num_workers: int = 1,  # noqa: ARG002 - which NIXL does not use either
-        pthrDelay: int = 0,
-        lthrDelay: int = 100_000,
-        captureTelemetry: bool = False,
-    ) -> None:
-        self.useProgThread = useProgThread
-        self.useListenThread = useListenThread
-        self.listenPort = listenPort
-        self.syncMode = syncMode
-        self.captureTelemetry = captureTelemetry
-        self.pthrDelay = pthrDelay
-        self.lthrDelay = lthrDelay
-        self.etcdWatchTimeout = datetime.timedelta(seconds=5)
+    useProgThread: bool = False
+    useListenThread: bool = False
+    listenPort: int = DEFAULT_COMM_PORT
+    syncMode: nixl_thread_sync_t = nixl_thread_sync_t.NIXL_THREAD_SYNC_DEFAULT
+    num_workers: InitVar[int] = 1  # which NIXL does not use either
+    pthrDelay: int = 0
+    lthrDelay: int = 100_000
+    captureTelemetry: bool = False
+    etcdWatchTimeout: ClassVar = datetime.timedelta(seconds=5)
 
 
+@_all_raise_nixl
 class nixlAgent:
     """NIXL's agent, with numbers for handles."""
 
@@ -576,9 +574,8 @@ class nixlAgent:
         self._unwanted: set[int] = set()
         self._books = threading.Lock()  # of the registrations
         # Holds what the agent has made, so that all of it is still there when the agent is closed.
-        weakref.finalize(
-            self, _close, self._agent, self._prepared, self._requests, self._registrations
-        )
+        kept = (self._prepared, self._requests, self._registrations)
+        weakref.finalize(self, lambda agent, _kept: agent.close(0.0), self._agent, kept)
 
     @property
     def is_closed(self) -> bool:
@@ -586,16 +583,13 @@ class nixlAgent:
 
     # -- plugins and backends
 
-    @_raises_nixl()
     def getAvailPlugins(self) -> list[str]:
         return self._agent.get_available_plugins()
 
-    @_raises_nixl()
     def getPluginParams(self, plugin: str) -> tuple[dict[str, str], list[str]]:
         self._require_plugin(plugin)
         return _info(self._agent.get_plugin_params(plugin))
 
-    @_raises_nixl()
     def getBackendParams(self, backend: int) -> tuple[dict[str, str], list[str]]:
         return _info(self._agent.get_backend_params(self._backend(backend)))
 
@@ -606,7 +600,6 @@ class nixlAgent:
 
     # -- memory
 
-    @_raises_nixl()
     def registerMem(self, descs: nixlRegDList, backends: Sequence[int] = ()) -> nixl_status_t:
         """Register memory: all descriptors or none.
 
@@ -624,7 +617,7 @@ class nixlAgent:
                     else:
                         registration = self._agent.register_mem(
                             row[np.newaxis],
-                            MemoryType(descs.getType()),
+                            descs.memory,
                             metadata=[meta],
                             keepalive=descs._keepalive,
                             backends=chosen,
@@ -637,7 +630,6 @@ class nixlAgent:
                 raise
         return nixl_status_t.NIXL_SUCCESS
 
-    @_raises_nixl()
     def deregisterMem(self, descs: nixlRegDList, backends: Sequence[int] = ()) -> nixl_status_t:
         """Deregister memory by the descriptors with which it was registered.
 
@@ -659,30 +651,24 @@ class nixlAgent:
                 self._deregister(key)
         return nixl_status_t.NIXL_SUCCESS
 
-    @_raises_nixl()
     def queryMem(self, descs: nixlRegDList, backend: int) -> list[dict[str, str] | None]:
         _require(descs, nixlRegDList)
         if descs.isEmpty():
             return []
+        chosen = self._chosen([backend])
         return self._agent.query_mem(
-            descs.rows,
-            MemoryType(descs.getType()),
-            metadata=descs._extras,
-            backends=[self._backend(backend)],
+            descs.rows, descs.memory, metadata=descs._extras, backends=chosen
         )
 
     # -- metadata
 
-    @_raises_nixl()
     def makeConnection(self, peer: Text, backends: Sequence[int] = ()) -> nixl_status_t:
         self._agent.make_connection(_as_text(peer), backends=self._chosen(backends))
         return nixl_status_t.NIXL_SUCCESS
 
-    @_raises_nixl()
     def getLocalMD(self) -> bytes:
         return self._agent.get_local_md()
 
-    @_raises_nixl()
     def getLocalPartialMD(
         self, descs: nixlRegDList, inc_conn_info: bool = False, backends: Sequence[int] = ()
     ) -> bytes:
@@ -691,9 +677,7 @@ class nixlAgent:
         connection = self._agent.get_local_partial_md(backends=chosen)
         if descs.isEmpty():
             return connection
-        memory = self._agent.get_local_partial_md(
-            descs.rows, MemoryType(descs.getType()), backends=chosen
-        )
+        memory = self._agent.get_local_partial_md(descs.rows, descs.memory, backends=chosen)
         return _join_partial(connection, memory) if inc_conn_info else memory
 
     @_raises_nixl(backend=nixlMismatchError)
@@ -702,7 +686,6 @@ class nixlAgent:
         _FieldReader(data).take(b"Agent")  # names the fault if they are no metadata
         return self._agent.load_remote_md(data).encode()
 
-    @_raises_nixl()
     def invalidateRemoteMD(self, peer: Text) -> nixl_status_t:
         """Forget a peer; one that is not known is no error."""
         try:
@@ -711,17 +694,14 @@ class nixlAgent:
             return nixl_status_t.NIXL_ERR_NOT_FOUND
         return nixl_status_t.NIXL_SUCCESS
 
-    @_raises_nixl()
     def checkRemoteMD(self, peer: Text, descs: nixlXferDList) -> nixl_status_t:
         _require(descs, nixlXferDList)
-        known = self._agent.check_remote_md(_as_text(peer), descs.rows, MemoryType(descs.getType()))
+        known = self._agent.check_remote_md(_as_text(peer), descs.rows, descs.memory)
         return nixl_status_t.NIXL_SUCCESS if known else nixl_status_t.NIXL_ERR_NOT_FOUND
 
-    @_raises_nixl()
     def sendLocalMD(self, ip_addr: str = "", port: int = 0) -> None:
         self._agent.send_local_md(ip_addr, port)
 
-    @_raises_nixl()
     def sendLocalPartialMD(
         self,
         descs: nixlRegDList,
@@ -737,17 +717,16 @@ class nixlAgent:
         if inc_conn_info or descs.isEmpty():
             self._agent.send_local_partial_md(ip=ip_addr, port=port, backends=chosen)
         if not descs.isEmpty():
-            memory = MemoryType(descs.getType())
-            self._agent.send_local_partial_md(descs.rows, memory, ip_addr, port, backends=chosen)
+            self._agent.send_local_partial_md(
+                descs.rows, descs.memory, ip_addr, port, backends=chosen
+            )
 
-    @_raises_nixl()
     def fetchRemoteMD(
         self, remote_agent: Text, ip_addr: str = "", port: int = 0, label: str = ""
     ) -> None:
         _require_no_label(label)
         self._agent.fetch_remote_md(_as_text(remote_agent), ip_addr, port)
 
-    @_raises_nixl()
     def invalidateLocalMD(self, ip_addr: str = "", port: int = 0) -> None:
         self._agent.invalidate_local_md(ip_addr, port)
 
@@ -785,7 +764,6 @@ class nixlAgent:
         )
         return self._number(self._prepared, prepared)
 
-    @_raises_nixl()
     def makeXferReq(
         self,
         operation: nixl_xfer_op_t,
@@ -826,14 +804,13 @@ class nixlAgent:
             local_descs.rows,
             remote_descs.rows,
             _as_text(remote_agent),
-            local_memory=MemoryType(local_descs.getType()),
-            remote_memory=MemoryType(remote_descs.getType()),
+            local_memory=local_descs.memory,
+            remote_memory=remote_descs.memory,
             notification=_as_bytes(notif_msg, "notif_msg") or None,
             backends=self._chosen(backend),
         )
         return self._number(self._requests, request)
 
-    @_raises_nixl()
     def estimateXferCost(self, req_handle: int) -> tuple[int, int, nixl_cost_t]:
         cost = self._agent.estimate_xfer_cost(self._request(req_handle))
         return cost.duration_us, cost.margin_us, nixl_cost_t(cost.method)
@@ -859,19 +836,20 @@ class nixlAgent:
             t.start_us, t.post_us, t.transfer_us, t.num_bytes, t.num_descriptors
         )
 
-    @_raises_nixl()
     def queryXferBackend(self, reqh: int) -> int:
         chosen = self._agent.query_xfer_backend(self._request(reqh))
         return next(number for number, backend in self._backends.items() if backend is chosen)
 
-    @_raises_nixl()
     def releaseXferReq(self, reqh: int) -> nixl_status_t:
         """Release a transfer.
 
         One that runs is refused: its bytes still move, whatever is done with the handle.
         """
         request = self._request(reqh)
-        if request.state == XferState.PENDING and self._is_running(request):
+        if request.state == XferState.PENDING:
+            with contextlib.suppress(NativeError):  # it has failed, and so ended
+                self._agent.get_xfer_status(request)
+        if request.state == XferState.PENDING:
             raise nixlNotAllowedError(
                 f"{request!r} is running and cannot be cancelled; its memory stays in use. Poll it "
                 "until it ends, then release it"
@@ -881,7 +859,6 @@ class nixlAgent:
         self._release_unwanted()
         return nixl_status_t.NIXL_SUCCESS
 
-    @_raises_nixl()
     def releasedDlistH(self, handle: int) -> nixl_status_t:
         """Release a prepared list; transfers made from it may go on."""
         self._prepared_list(handle)
@@ -891,7 +868,6 @@ class nixlAgent:
 
     # -- notifications
 
-    @_raises_nixl()
     def getNotifs(
         self, notif_map: Mapping[str, list[bytes]], backends: Sequence[int] = ()
     ) -> dict[str, list[bytes]]:
@@ -953,12 +929,6 @@ class nixlAgent:
         if plugin not in plugins:
             raise nixlNotFoundError(f"there is no plugin {plugin!r}; NIXL has {plugins}")
 
-    def _is_running(self, request: nixl.XferRequest) -> bool:
-        try:
-            return self._agent.get_xfer_status(request) == XferState.PENDING
-        except PynixlkvError:
-            return False  # it has failed, and so ended
-
     def _deregister(self, key: _RegistrationKey) -> None:
         known = self._registrations[key]
         if len(known) == 1:
@@ -980,10 +950,6 @@ class nixlAgent:
                 continue
             self._unwanted.discard(number)
             self._prepared.pop(number, None)
-
-
-def _close(agent: nixl.Agent, *_: object) -> None:
-    agent.close(0.0)
 
 
 _RegistrationKey = tuple[int, int, int, int]

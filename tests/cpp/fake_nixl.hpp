@@ -57,6 +57,12 @@ inline void give(const void* memory) {
     state().live.insert(memory);
 }
 
+inline void* give_new() {
+    void* memory = std::malloc(1);
+    give(memory);
+    return memory;
+}
+
 inline void take(const char* name, const void* memory) {
     if (state().live.erase(memory) == 0) {
         state().misuse.emplace_back(name);
@@ -100,9 +106,7 @@ struct Create<Member, Index> {
             *out = reinterpret_cast<Handle>(std::uintptr_t{0xdead});  // some NIXL versions do this
             return status;
         }
-        void* memory = std::malloc(1);
-        give(memory);
-        *out = static_cast<Handle>(memory);
+        *out = static_cast<Handle>(give_new());
         return Status::kSuccess;
     }
 };
@@ -126,6 +130,36 @@ inline Status give_bytes(const char* name, void** out, std::size_t* size) {
         *size = 8;
     }
     return status;
+}
+
+inline Status give_info(const char* name, capi::MemList* mems, capi::Params* params) {
+    const Status status = step(name);
+    if (status == Status::kSuccess) {
+        *mems = static_cast<capi::MemList>(give_new());
+        *params = static_cast<capi::Params>(give_new());
+    }
+    return status;
+}
+
+inline Status give_request(const char* name, const void* local, const void* remote,
+                           capi::Request* out) {
+    expect_live(name, local);
+    expect_live(name, remote);
+    const Status status =
+        Create<&capi::Functions::create_params, 0>::call(reinterpret_cast<capi::Params*>(out));
+    if (status == Status::kSuccess) {
+        state().unreleased.insert(*out);
+    }
+    return status;
+}
+
+inline Status run_request(const char* name, capi::Request request) {
+    expect_live(name, request);
+    if (!state().unreleased.contains(request)) {
+        state().misuse.emplace_back(name);
+    }
+    const Status status = step(name);
+    return status != Status::kSuccess ? status : state().transfer;
 }
 
 inline capi::Functions table() {
@@ -162,6 +196,11 @@ inline capi::Functions table() {
     FAKE_DESTROY(destroy_xfer_dlist);
     FAKE_DESTROY(destroy_notif_map);
 #undef FAKE_DESTROY
+#define FAKE_ANSWER(name, arguments, ...) \
+    t.name = [] arguments {               \
+        __VA_ARGS__;                      \
+        return step(#name);               \
+    }
     t.is_stub = [] { return state().is_stub; };
     t.mem_free = [](void* memory) { take("mem_free", memory); };
 
@@ -176,27 +215,9 @@ inline capi::Functions table() {
         take("destroy_agent", agent);
         return status;
     };
-    t.string_list_size = [](capi::StringList, std::size_t* out) {
-        *out = 2;
-        return step("string_list_size");
-    };
-    t.string_list_get = [](capi::StringList, std::size_t index, const char** out) {
-        *out = index == 0 ? "UCX" : "POSIX";
-        return step("string_list_get");
-    };
-    const auto info = [](const char* name, capi::MemList* mems, capi::Params* params) {
-        const Status status = step(name);
-        if (status == Status::kSuccess) {
-            void* list = std::malloc(1);
-            give(list);
-            *mems = static_cast<capi::MemList>(list);
-            void* map = std::malloc(1);
-            give(map);
-            *params = static_cast<capi::Params>(map);
-        }
-        return status;
-    };
-    static const auto give_info = info;
+    FAKE_ANSWER(string_list_size, (capi::StringList, std::size_t* out), *out = 2);
+    FAKE_ANSWER(string_list_get, (capi::StringList, std::size_t index, const char** out),
+                *out = index == 0 ? "UCX" : "POSIX");
     t.get_plugin_params = [](capi::Agent, const char*, capi::MemList* mems, capi::Params* params) {
         return give_info("get_plugin_params", mems, params);
     };
@@ -204,33 +225,17 @@ inline capi::Functions table() {
                               capi::Params* params) {
         return give_info("get_backend_params", mems, params);
     };
-    t.mem_list_size = [](capi::MemList, std::size_t* out) {
-        *out = 2;
-        return step("mem_list_size");
-    };
-    t.mem_list_get = [](capi::MemList, std::size_t index, int* out) {
-        *out = static_cast<int>(index);
-        return step("mem_list_get");
-    };
-    t.params_is_empty = [](capi::Params, bool* out) {
-        *out = false;
-        return step("params_is_empty");
-    };
-    t.params_iterator_next = [](capi::ParamIterator, const char** key, const char** value,
-                                bool* more) {
-        *key = "num_workers";
-        *value = "1";
-        *more = false;
-        return step("params_iterator_next");
-    };
-    t.query_resp_list_size = [](capi::QueryList, std::size_t* out) {
-        *out = 2;
-        return step("query_resp_list_size");
-    };
-    t.query_resp_list_has_value = [](capi::QueryList, std::size_t index, bool* out) {
-        *out = index == 1;
-        return step("query_resp_list_has_value");
-    };
+    FAKE_ANSWER(mem_list_size, (capi::MemList, std::size_t* out), *out = 2);
+    FAKE_ANSWER(mem_list_get, (capi::MemList, std::size_t index, int* out),
+                *out = static_cast<int>(index));
+    FAKE_ANSWER(params_is_empty, (capi::Params, bool* out), *out = false);
+    FAKE_ANSWER(params_iterator_next,
+                (capi::ParamIterator, const char** key, const char** value, bool* more),
+                *key = "num_workers";
+                *value = "1"; *more = false;);
+    FAKE_ANSWER(query_resp_list_size, (capi::QueryList, std::size_t* out), *out = 2);
+    FAKE_ANSWER(query_resp_list_has_value, (capi::QueryList, std::size_t index, bool* out),
+                *out = index == 1);
     t.get_local_md = [](capi::Agent, void** out, std::size_t* size) {
         return give_bytes("get_local_md", out, size);
     };
@@ -250,46 +255,18 @@ inline capi::Functions table() {
         ++state().calls["check_remote_md"];
         return state().unknown_peers.contains(peer) ? Status::kNotFound : Status::kSuccess;
     };
-    t.opt_args_set_has_notif = [](capi::OptArgs, bool has) {
-        state().had_notification = has;
-        return step("opt_args_set_has_notif");
-    };
-    t.release_xfer_dlist_handle = [](capi::Agent, capi::Prepared handle) {
-        take("release_xfer_dlist_handle", handle);
-        return step("release_xfer_dlist_handle");
-    };
+    FAKE_ANSWER(opt_args_set_has_notif, (capi::OptArgs, bool has), state().had_notification = has);
+    FAKE_ANSWER(release_xfer_dlist_handle, (capi::Agent, capi::Prepared handle),
+                take("release_xfer_dlist_handle", handle));
     t.make_xfer_req = [](capi::Agent, int, capi::Prepared local, const int*, std::size_t,
                          capi::Prepared remote, const int*, std::size_t, capi::Request* out,
                          capi::OptArgs) {
-        expect_live("make_xfer_req", local);
-        expect_live("make_xfer_req", remote);
-        const Status status =
-            Create<&capi::Functions::create_params, 0>::call(reinterpret_cast<capi::Params*>(out));
-        if (status == Status::kSuccess) {
-            state().unreleased.insert(*out);
-        }
-        return status;
+        return give_request("make_xfer_req", local, remote, out);
     };
     t.create_xfer_req = [](capi::Agent, int, capi::XferList local, capi::XferList remote,
                            const char*, capi::Request* out, capi::OptArgs) {
-        expect_live("create_xfer_req", local);
-        expect_live("create_xfer_req", remote);
-        const Status status =
-            Create<&capi::Functions::create_params, 0>::call(reinterpret_cast<capi::Params*>(out));
-        if (status == Status::kSuccess) {
-            state().unreleased.insert(*out);
-        }
-        return status;
+        return give_request("create_xfer_req", local, remote, out);
     };
-    const auto run = [](const char* name, capi::Request request) {
-        expect_live(name, request);
-        if (!state().unreleased.contains(request)) {
-            state().misuse.emplace_back(name);
-        }
-        const Status status = step(name);
-        return status != Status::kSuccess ? status : state().transfer;
-    };
-    static const auto run_request = run;
     t.post_xfer_req = [](capi::Agent, capi::Request request, capi::OptArgs) {
         return run_request("post_xfer_req", request);
     };
@@ -310,18 +287,11 @@ inline capi::Functions table() {
         take("destroy_xfer_req", request);
         return Status::kSuccess;
     };
-    t.notif_map_size = [](capi::NotifMap, std::size_t* out) {
-        *out = state().incoming.size();
-        return step("notif_map_size");
-    };
-    t.notif_map_get_agent_at = [](capi::NotifMap, std::size_t index, const char** out) {
-        *out = state().incoming.at(index).first.c_str();
-        return step("notif_map_get_agent_at");
-    };
-    t.notif_map_get_notifs_size = [](capi::NotifMap, const char*, std::size_t* out) {
-        *out = 1;
-        return step("notif_map_get_notifs_size");
-    };
+    FAKE_ANSWER(notif_map_size, (capi::NotifMap, std::size_t* out), *out = state().incoming.size());
+    FAKE_ANSWER(notif_map_get_agent_at, (capi::NotifMap, std::size_t index, const char** out),
+                *out = state().incoming.at(index).first.c_str());
+    FAKE_ANSWER(notif_map_get_notifs_size, (capi::NotifMap, const char*, std::size_t* out),
+                *out = 1);
     t.notif_map_get_notif = [](capi::NotifMap, const char* peer, std::size_t, const void** data,
                                std::size_t* size) {
         for (const auto& [from, message] : state().incoming) {
@@ -339,6 +309,7 @@ inline capi::Functions table() {
         }
         return status;
     };
+#undef FAKE_ANSWER
     return t;
 }
 

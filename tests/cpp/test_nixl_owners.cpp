@@ -58,6 +58,15 @@ std::shared_ptr<Agent> make_agent(const AgentConfig& config = {}) {
     return std::make_shared<Agent>(fake::library(), "a", config);
 }
 
+std::shared_ptr<Registration> register_region(Agent& agent,
+                                              std::shared_ptr<void> buffer = nullptr) {
+    return agent.register_memory(Memory::kDram, kRegion, {}, std::move(buffer), {});
+}
+
+std::shared_ptr<XferRequest> read_rows(Agent& agent) {
+    return agent.create_request(Op::kRead, Memory::kDram, kRows, Memory::kDram, kRows, "p", {});
+}
+
 /// Every verb once, in the way an application uses them.
 void use_everything(const std::shared_ptr<const Library>& library) {
     const auto agent = std::make_shared<Agent>(library, "a");
@@ -138,7 +147,7 @@ TEST_CASE("a failure of any one call leaves nothing behind") {
 
 TEST_CASE("the same addresses of another kind of memory or device are other memory") {
     const auto agent = make_agent();
-    const auto region = agent->register_memory(Memory::kDram, kRegion, {}, nullptr, {});
+    const auto region = register_region(*agent);
     const std::array<Row, 1> other{Row{0x1000, 256, 1}};
     const auto device = agent->register_memory(Memory::kDram, other, {}, nullptr, {});
     const auto vram = agent->register_memory(Memory::kVram, kRegion, {}, nullptr, {});
@@ -152,9 +161,8 @@ TEST_CASE("a registration keeps its buffer, and its users keep it") {
     const auto agent = make_agent();
     auto buffer = std::make_shared<int>(7);
     const std::weak_ptr<int> watch = buffer;
-    auto region = agent->register_memory(Memory::kDram, kRegion, {}, std::move(buffer), {});
-    auto request =
-        agent->create_request(Op::kRead, Memory::kDram, kRows, Memory::kDram, kRows, "p", {});
+    auto region = register_region(*agent, std::move(buffer));
+    auto request = read_rows(*agent);
     region.reset();
     CHECK(!watch.expired());
     CHECK_EQ(fake::state().calls["deregister_mem"], 0);
@@ -167,7 +175,7 @@ TEST_CASE("a buffer whose deregistration fails in a destructor lives as long as 
     auto agent = make_agent();
     auto buffer = std::make_shared<int>(7);
     const std::weak_ptr<int> watch = buffer;
-    auto region = agent->register_memory(Memory::kDram, kRegion, {}, std::move(buffer), {});
+    auto region = register_region(*agent, std::move(buffer));
     fake::state().countdown = 0;
     region.reset();
     CHECK(!watch.expired());
@@ -178,7 +186,7 @@ TEST_CASE("a buffer whose deregistration fails in a destructor lives as long as 
 
 TEST_CASE("a larger registration that starts earlier covers what a smaller one does not") {
     const auto agent = make_agent();
-    const auto region = agent->register_memory(Memory::kDram, kRegion, {}, nullptr, {});
+    const auto region = register_region(*agent);
     const std::array<Row, 2> beyond{Row{0x1000, 64, 0}, Row{0x10f0, 17, 0}};
     CHECK_EQ(error_of([&] { (void)agent->prepare("", Memory::kDram, beyond, {}); }).kind(),
              "NotRegisteredError");
@@ -199,9 +207,8 @@ TEST_CASE("an unknown peer is told from other failures") {
 
 TEST_CASE("a request knows its state without asking NIXL") {
     const auto agent = make_agent();
-    const auto region = agent->register_memory(Memory::kDram, kRegion, {}, nullptr, {});
-    const auto request =
-        agent->create_request(Op::kRead, Memory::kDram, kRows, Memory::kDram, kRows, "p", {});
+    const auto region = register_region(*agent);
+    const auto request = read_rows(*agent);
     CHECK(request->poll() == XferState::kNotPosted);
     CHECK_EQ(error_of([&] { (void)request->telemetry(); }).kind(), "StateError");
     CHECK_EQ(fake::state().calls["get_xfer_status"], 0);
@@ -223,10 +230,9 @@ TEST_CASE("a running request that is given up is quarantined with its buffer unt
     const auto agent = make_agent();
     auto buffer = std::make_shared<int>(7);
     const std::weak_ptr<int> watch = buffer;
-    auto region = agent->register_memory(Memory::kDram, kRegion, {}, std::move(buffer), {});
+    auto region = register_region(*agent, std::move(buffer));
     const auto create = [&] {
-        auto request =
-            agent->create_request(Op::kRead, Memory::kDram, kRows, Memory::kDram, kRows, "p", {});
+        auto request = read_rows(*agent);
         (void)request->post();
         return request;
     };
@@ -250,9 +256,8 @@ TEST_CASE("a running request that is given up is quarantined with its buffer unt
 
 TEST_CASE("a request that cannot be freed is quarantined and tried again") {
     const auto agent = make_agent();
-    const auto region = agent->register_memory(Memory::kDram, kRegion, {}, nullptr, {});
-    auto request =
-        agent->create_request(Op::kRead, Memory::kDram, kRows, Memory::kDram, kRows, "p", {});
+    const auto region = register_region(*agent);
+    auto request = read_rows(*agent);
     fake::state().countdown = 0;
     CHECK_THROWS(NativeError, request->release(kNoPatience));
     fake::state().countdown = 0;
@@ -263,9 +268,8 @@ TEST_CASE("a request that cannot be freed is quarantined and tried again") {
 
 TEST_CASE("closing waits for quarantined requests and says what keeps the agent open") {
     const auto agent = make_agent();
-    auto region = agent->register_memory(Memory::kDram, kRegion, {}, nullptr, {});
-    auto request =
-        agent->create_request(Op::kRead, Memory::kDram, kRows, Memory::kDram, kRows, "p", {});
+    auto region = register_region(*agent);
+    auto request = read_rows(*agent);
     CHECK(has(error_of([&] { agent->close(kNoPatience); }), "1 of its requests"));
     CHECK(request->release(kNoPatience));
     CHECK(has(error_of([&] { agent->close(kNoPatience); }), "1 registrations"));
@@ -324,9 +328,8 @@ TEST_CASE("notifications that could not all be read are read again, not lost") {
 
 TEST_CASE("a forked child can drop and close but not use or destroy") {
     auto agent = make_agent();
-    auto region = agent->register_memory(Memory::kDram, kRegion, {}, nullptr, {});
-    auto request =
-        agent->create_request(Op::kRead, Memory::kDram, kRows, Memory::kDram, kRows, "p", {});
+    auto region = register_region(*agent);
+    auto request = read_rows(*agent);
     const pid_t child = ::fork();
     if (child == 0) {
         int wrong = 0;
@@ -355,7 +358,7 @@ TEST_CASE("a forked child can drop and close but not use or destroy") {
 }
 
 TEST_CASE("an unlisted status is an error too") {
-    CHECK(has(error_of([] { throw_status(static_cast<Status>(-99), "f", "d"); }),
+    CHECK(has(error_of([] { fake::library()->fail(static_cast<Status>(-99), "f", "d"); }),
               "unlisted status (-99)"));
 }
 
@@ -364,10 +367,9 @@ TEST_CASE("an agent with requests that never become quiet is abandoned, not dest
     auto agent = make_agent();
     auto buffer = std::make_shared<int>(7);
     const std::weak_ptr<int> watch = buffer;
-    auto region = agent->register_memory(Memory::kDram, kRegion, {}, std::move(buffer), {});
+    auto region = register_region(*agent, std::move(buffer));
     fake::state().transfer = Status::kInProgress;
-    auto request =
-        agent->create_request(Op::kRead, Memory::kDram, kRows, Memory::kDram, kRows, "p", {});
+    auto request = read_rows(*agent);
     (void)request->post();
     CHECK(!request->release(kNoPatience));
     CHECK(!agent->close(milliseconds(2)));

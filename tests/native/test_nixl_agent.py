@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
+from interpreter import run_python
 
 from pynixlkv import KVCache, MemorySpan, MemoryType, TransferPlan
 from pynixlkv.errors import (
@@ -142,11 +140,7 @@ a.read_descriptors(peer, rows(x), rows(y)).wait(60.0)
 assert x.all()
 print("moved")
 """
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == "moved\n"
+    assert run_python(code)[0] == "moved\n"
 
 
 def test_memory_beside_the_registered_one_is_out_of_reach(pair):
@@ -159,6 +153,14 @@ def test_memory_beside_the_registered_one_is_out_of_reach(pair):
             a.read_descriptors(peer, rows(ours, (0, length)), rows(span.address, (offset, length)))
 
 
+def pull(target, source, here, there):
+    with NixlAgent("a") as a, NixlAgent("b") as b:
+        a.register(target)
+        b.register(source)
+        peer = a.connect(b.hello(source))
+        a.read(peer, TransferPlan(target.geometry, peer.geometry), here, there).wait(60.0)
+
+
 def test_torch_tensors_move_as_arrays_do():
     torch = pytest.importorskip("torch")
     generator = torch.Generator().manual_seed(6)
@@ -166,14 +168,10 @@ def test_torch_tensors_move_as_arrays_do():
     ours = torch.zeros((2, 32, 16, 4, 8), dtype=torch.bfloat16)
     source = KVCache.from_tensors({"0": theirs}, axes="KBHND", kv_heads=4)
     target = KVCache.from_tensors({"0": ours}, axes="KBNHD", kv_heads=4)
-    with NixlAgent("a") as a, NixlAgent("b") as b:
-        a.register(target)
-        b.register(source)
-        peer = a.connect(b.hello(source))
-        plan = TransferPlan(target.geometry, peer.geometry)
-        a.read(peer, plan, torch.tensor([3, 30]), torch.tensor([7, 1])).wait(60.0)
-        assert torch.equal(ours[:, [3, 30]], theirs[:, [7, 1]].transpose(2, 3))
-        assert ours[:, :3].count_nonzero() == ours[:, 4:30].count_nonzero() == 0
+    pull(target, source, torch.tensor([3, 30]), torch.tensor([7, 1]))
+    assert torch.equal(ours[:, [3, 30]], theirs[:, [7, 1]].transpose(2, 3))
+    assert ours[:, :3].count_nonzero() == ours[:, 4:30].count_nonzero() == 0
+    with NixlAgent("a") as a:
         with pytest.raises(LayoutError, match="not contiguous"):
             a.register(torch.zeros((8, 8))[:, ::2])
         with a.register(torch.ones(64)) as registration:
@@ -186,9 +184,5 @@ def test_an_array_pulls_from_a_tensor():
     ours = np.zeros((2, 4, 2, 4, 8), dtype=np.int32)
     source = KVCache.from_tensors({"0": theirs}, axes="KBHND", kv_heads=2)
     target = KVCache.from_tensors({"0": ours}, axes="KBHND", kv_heads=2)
-    with NixlAgent("a") as a, NixlAgent("b") as b:
-        a.register(target)
-        b.register(source)
-        peer = a.connect(b.hello(source))
-        a.read(peer, TransferPlan(target.geometry, peer.geometry), [0, 3], [1, 2]).wait(60.0)
+    pull(target, source, [0, 3], [1, 2])
     assert np.array_equal(ours[:, [0, 3]], theirs.numpy()[:, [1, 2]])

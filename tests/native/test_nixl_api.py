@@ -8,13 +8,13 @@ import importlib
 import inspect
 import os
 import pickle
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from interpreter import run_python
 from ports import free_port
 from transfers import Area
 
@@ -59,6 +59,14 @@ def tuples(area, blocks):
     return [tuple(int(number) for number in row) for row in area.rows(blocks, BLOCK)]
 
 
+def register(agent, area):
+    return agent.register_memory([(area.inside.ctypes.data, area.inside.nbytes, 0, "")], "DRAM")
+
+
+def expected_blocks(area):
+    return area.expected[64:-64].reshape(-1, BLOCK)
+
+
 def wait_for(condition, what, timeout=60.0):
     deadline = time.monotonic() + timeout
     while not (value := condition()):
@@ -82,9 +90,7 @@ def connect(api, **config):
     for name, seed in (("a", 1), ("b", 2)):
         agent = make(api, name, **config)
         area = Area(BLOCK * NUM_BLOCKS, seed)
-        registered = agent.register_memory(
-            [(area.inside.ctypes.data, area.inside.nbytes, 0, "")], "DRAM"
-        )
+        registered = register(agent, area)
         sides.append(SimpleNamespace(agent=agent, area=area, registered=registered))
     a, b = sides
     assert a.agent.add_remote_agent(b.agent.get_agent_metadata()) == b"b"
@@ -297,9 +303,8 @@ def test_prepared_transfers(two):
             finish(a.agent, handle)
             copied, source = (a, b) if operation == "READ" else (b, a)
             pairs = (ours, theirs) if operation == "READ" else (theirs, ours)
-            expected = copied.area.expected[64:-64].reshape(-1, BLOCK)
-            moved = source.area.expected[64:-64].reshape(-1, BLOCK)
-            expected[list(pairs[0])] = moved[list(pairs[1])]
+            moved = expected_blocks(source.area)[list(pairs[1])]
+            expected_blocks(copied.area)[list(pairs[0])] = moved
             wait_for(lambda: b.agent.get_new_notifs() == {"a": [b"note"]}, "the notification")
             handle.release()
     a.area.check()
@@ -321,8 +326,7 @@ def test_strided_lists(two):
     handle = a.agent.make_prepped_xfer("READ", local, range(6), remote, range(6))
     a.agent.transfer(handle)
     finish(a.agent, handle)
-    blocks = a.area.expected[64:-64].reshape(-1, BLOCK)
-    blocks[[0, 3, 6, 9, 20, 21]] = b.area.expected[64:-64].reshape(-1, BLOCK)[:6]
+    expected_blocks(a.area)[[0, 3, 6, 9, 20, 21]] = expected_blocks(b.area)[:6]
     a.area.check()
     with pytest.raises(ValueError, match="mem"):
         a.agent.prep_xfer_dlist("", strided)
@@ -333,9 +337,7 @@ def test_a_transfer_again_with_another_message(two):
     local = a.agent.get_xfer_descs(tuples(a.area, [0, 1]), "DRAM")
     remote = a.agent.get_xfer_descs(tuples(b.area, [7, 4]), "DRAM")
     handle = a.agent.initialize_xfer("WRITE", local, remote, "b", "made")
-    b.area.expected[64:-64].reshape(-1, BLOCK)[[7, 4]] = a.area.expected[64:-64].reshape(-1, BLOCK)[
-        [0, 1]
-    ]
+    expected_blocks(b.area)[[7, 4]] = expected_blocks(a.area)[[0, 1]]
     for message, seen in ((b"", b"made"), ("again", b"again"), (b"\0\xff", b"\0\xff")):
         a.agent.transfer(handle, message)
         finish(a.agent, handle)
@@ -394,7 +396,7 @@ def test_tensors_in_the_own_memory(api, torch):
 def test_partial_metadata(api):
     a, b = (make(api, name) for name in "ab")
     areas = [Area(BLOCK, seed) for seed in (1, 2)]
-    lists = [b.register_memory([(x.inside.ctypes.data, BLOCK, 0, "")], "DRAM") for x in areas]
+    lists = [register(b, x) for x in areas]
     empty = api.bindings.nixlRegDList(api.bindings.DRAM_SEG)
     assert a.add_remote_agent(b.get_partial_agent_metadata(empty, inc_conn_info=True)) == b"b"
     assert [a.check_remote_metadata("b", x.trim()) for x in lists] == [False, False]
@@ -407,7 +409,7 @@ def test_partial_metadata(api):
     assert a.check_remote_metadata("b")
     assert [a.check_remote_metadata("b", x.trim()) for x in lists] == [True, False]
     own = Area(BLOCK, 3)
-    registered = a.register_memory([(own.inside.ctypes.data, BLOCK, 0, "")], "DRAM")
+    registered = register(a, own)
     handle = a.initialize_xfer("READ", registered.trim(), lists[0].trim(), "b")
     a.transfer(handle)
     finish(a, handle)
@@ -480,7 +482,7 @@ def test_files(api, tmp_path, length):
             agent.transfer(handle)
             finish(agent, handle)
             handle.release()
-        blocks = area.expected[64:-64].reshape(-1, BLOCK)
+        blocks = expected_blocks(area)
         blocks[1] = blocks[0]
         assert file.read() == blocks[0].tobytes()
         agent.deregister_memory(registered)
@@ -522,121 +524,88 @@ def test_the_raw_agent(api):
 
 
 FAILURES = {
-    "local list of unregistered memory": (
-        "nixlNotFoundError", lambda s: s.agent.prep_xfer_dlist("", [(4096, 8, 0)], "DRAM"),
-    ),
-    "remote list of unregistered memory": (
-        "nixlNotFoundError", lambda s: s.agent.prep_xfer_dlist("b", [(4096, 8, 0)], "DRAM"),
-    ),
-    "list for an unknown peer": (
-        "nixlNotFoundError", lambda s: s.agent.prep_xfer_dlist("x", s.theirs, "DRAM"),
-    ),
-    "index beyond the list": (
-        "nixlInvalidParamError",
-        lambda s: s.agent.make_prepped_xfer("READ", s.local, [0, 99], s.remote, [0, 1]),
-    ),
-    "index below zero": (
-        "nixlInvalidParamError",
-        lambda s: s.agent.make_prepped_xfer("READ", s.local, [0, -1], s.remote, [0, 1]),
-    ),
-    "more indices on one side": (
-        "nixlInvalidParamError",
-        lambda s: s.agent.make_prepped_xfer("READ", s.local, [0], s.remote, [0, 1]),
-    ),
-    "no indices": (
-        "nixlInvalidParamError",
-        lambda s: s.agent.make_prepped_xfer("READ", s.local, [], s.remote, []),
-    ),
-    "lists in the wrong place": (
-        "nixlInvalidParamError",
-        lambda s: s.agent.make_prepped_xfer("READ", s.remote, [0], s.local, [0]),
-    ),
-    "no such operation": (
-        "KeyError", lambda s: s.agent.make_prepped_xfer("RD", s.local, [0], s.remote, [0]),
-    ),
-    "no such backend": (
-        "KeyError", lambda s: s.agent.prep_xfer_dlist("", s.mine, "DRAM", ["UVX"]),
-    ),
-    "lengths that differ": (
-        "nixlInvalidParamError",
-        lambda s: s.agent.initialize_xfer(
-            "READ",
-            s.agent.get_xfer_descs(s.mine[:1], "DRAM"),
-            s.agent.get_xfer_descs([(s.theirs[0][0], 2 * BLOCK, 0)], "DRAM"),
-            "b",
+    "nixlNotFoundError": {
+        "local list of unregistered memory": lambda s: s.prepare("", [(4096, 8, 0)]),
+        "remote list of unregistered memory": lambda s: s.prepare("b", [(4096, 8, 0)]),
+        "list for an unknown peer": lambda s: s.prepare("x", s.theirs),
+        "transfer with an unknown peer": lambda s: s.transfer(s.mine, s.theirs, "x"),
+        "transfer of unregistered memory": lambda s: s.transfer(
+            [(4096, 8, 0)], [(s.theirs[0][0], 8, 0)], "b"
         ),
-    ),
-    "transfer with an unknown peer": (
-        "nixlNotFoundError",
-        lambda s: s.agent.initialize_xfer(
-            "READ", s.agent.get_xfer_descs(s.mine, "DRAM"),
-            s.agent.get_xfer_descs(s.theirs, "DRAM"), "x",
+        "message to an unknown peer": lambda s: s.agent.send_notif("x", b"hello"),
+        "connection to an unknown peer": lambda s: s.agent.make_connection("x"),
+        "memory that was never registered": lambda s: s.agent.deregister_memory(
+            s.agent.get_reg_descs([(5, 6, 0, "")], "DRAM")
         ),
-    ),
-    "transfer of unregistered memory": (
-        "nixlNotFoundError",
-        lambda s: s.agent.initialize_xfer(
-            "READ", s.agent.get_xfer_descs([(4096, 8, 0)], "DRAM"),
-            s.agent.get_xfer_descs([(s.theirs[0][0], 8, 0)], "DRAM"), "b",
-        ),
-    ),
-    "state before the post": (
-        "nixlNotPostedError",
-        lambda s: s.agent.check_xfer_state(
-            s.agent.make_prepped_xfer("READ", s.local, [0], s.remote, [0])
-        ),
-    ),
-    "telemetry before the post": (
-        "nixlNotPostedError",
-        lambda s: s.agent.get_xfer_telemetry(
-            s.agent.make_prepped_xfer("READ", s.local, [0], s.remote, [0])
-        ),
-    ),
-    "message to an unknown peer": (
-        "nixlNotFoundError", lambda s: s.agent.send_notif("x", b"hello"),
-    ),
-    "connection to an unknown peer": (
-        "nixlNotFoundError", lambda s: s.agent.make_connection("x"),
-    ),
-    "memory that was never registered": (
-        "nixlNotFoundError",
-        lambda s: s.agent.deregister_memory(s.agent.get_reg_descs([(5, 6, 0, "")], "DRAM")),
-    ),
-    "a second backend of a kind": (
-        "nixlInvalidParamError", lambda s: s.agent.create_backend("UCX"),
-    ),
-    "no such plugin": ("nixlNotFoundError", lambda s: s.agent.create_backend("UVX")),
-    "its own metadata": (
-        "nixlInvalidParamError",
-        lambda s: s.agent.add_remote_agent(s.agent.get_agent_metadata()),
-    ),
-    "metadata that is none": (
-        "nixlMismatchError", lambda s: s.agent.add_remote_agent(b"metadata"),
-    ),
-    "a peer that was removed": (
-        "nixlNotFoundError",
-        lambda s: (
+        "no such plugin": lambda s: s.agent.create_backend("UVX"),
+        "a peer that was removed": lambda s: (
             s.agent.remove_remote_agent("b"),
             s.agent.remove_remote_agent("b"),  # which is no error
-            s.agent.make_prepped_xfer("READ", s.local, [0], s.remote, [0]),
+            s.choose(s.local, [0], s.remote, [0]),
         ),
-    ),
-}  # fmt: skip
+    },
+    "nixlInvalidParamError": {
+        "index beyond the list": lambda s: s.choose(s.local, [0, 99], s.remote, [0, 1]),
+        "index below zero": lambda s: s.choose(s.local, [0, -1], s.remote, [0, 1]),
+        "more indices on one side": lambda s: s.choose(s.local, [0], s.remote, [0, 1]),
+        "no indices": lambda s: s.choose(s.local, [], s.remote, []),
+        "lists in the wrong place": lambda s: s.choose(s.remote, [0], s.local, [0]),
+        "lengths that differ": lambda s: s.transfer(
+            s.mine[:1], [(s.theirs[0][0], 2 * BLOCK, 0)], "b"
+        ),
+        "a second backend of a kind": lambda s: s.agent.create_backend("UCX"),
+        "its own metadata": lambda s: s.agent.add_remote_agent(s.agent.get_agent_metadata()),
+    },
+    "KeyError": {
+        "no such operation": lambda s: s.choose(s.local, [0], s.remote, [0], operation="RD"),
+        "no such backend": lambda s: s.prepare("", s.mine, backends=["UVX"]),
+    },
+    "nixlNotPostedError": {
+        "state before the post": lambda s: s.agent.check_xfer_state(
+            s.choose(s.local, [0], s.remote, [0])
+        ),
+        "telemetry before the post": lambda s: s.agent.get_xfer_telemetry(
+            s.choose(s.local, [0], s.remote, [0])
+        ),
+    },
+    "nixlMismatchError": {
+        "metadata that is none": lambda s: s.agent.add_remote_agent(b"metadata"),
+    },
+}
 
 
-@pytest.mark.parametrize("what", FAILURES)
-def test_failures_have_the_same_names(api, what):
-    # No progress thread: that of NIXL's package keeps a core busy.
-    a, b = connect(api, enable_prog_thread=False, capture_telemetry=True)
-    mine, theirs = tuples(a.area, range(4)), tuples(b.area, range(4))
-    scene = SimpleNamespace(
-        agent=a.agent,
-        mine=mine,
-        theirs=theirs,
-        local=a.agent.prep_xfer_dlist("", mine, "DRAM"),
-        remote=a.agent.prep_xfer_dlist("b", theirs, "DRAM"),
-    )
-    error, call = FAILURES[what]
+class Scene:
+    """Two connected agents, with prepared lists."""
+
+    def __init__(self, api):
+        # No progress thread: that of NIXL's package keeps a core busy.
+        a, b = connect(api, enable_prog_thread=False, capture_telemetry=True)
+        self.agent, self.areas = a.agent, (a.area, b.area)
+        self.peer = b.agent
+        self.mine, self.theirs = tuples(a.area, range(4)), tuples(b.area, range(4))
+        self.local, self.remote = self.prepare("", self.mine), self.prepare("b", self.theirs)
+
+    def prepare(self, peer, rows, **options):
+        return self.agent.prep_xfer_dlist(peer, rows, "DRAM", **options)
+
+    def choose(self, *lists_and_indices, operation="READ"):
+        return self.agent.make_prepped_xfer(operation, *lists_and_indices)
+
+    def transfer(self, ours, theirs, peer):
+        sides = (self.agent.get_xfer_descs(rows, "DRAM") for rows in (ours, theirs))
+        return self.agent.initialize_xfer("READ", *sides, peer)
+
+
+@pytest.mark.parametrize(
+    ("error", "call"),
+    [
+        pytest.param(error, call, id=what)
+        for error, calls in FAILURES.items()
+        for what, call in calls.items()
+    ],
+)
+def test_failures_have_the_same_names(api, error, call):
+    scene = Scene(api)
     with pytest.raises(Exception) as caught:  # noqa: PT011 - its name is compared
         call(scene)
     assert caught.type.__name__ == error
@@ -676,7 +645,7 @@ def reach(start_peer, api, target, params=None):
     peer = start_peer(serve, target, params)
     agent = make(api, "initiator", params)
     area = Area(BLOCK * NUM_BLOCKS, 1)
-    agent.register_memory([(area.inside.ctypes.data, area.inside.nbytes, 0, "")], "DRAM")
+    register(agent, area)
     metadata, serialised, descs = peer.receive()
     assert agent.add_remote_agent(metadata) == b"target"
     peer.send(agent.get_agent_metadata())
@@ -703,7 +672,7 @@ def test_bytes_move_between_both_packages(monkeypatch, start_peer, api, target, 
         handle = agent.make_prepped_xfer(operation, local, mine, remote, others, message)
         agent.transfer(handle)
         finish(agent, handle)
-        blocks = [x.expected[64:-64].reshape(-1, BLOCK) for x in (area, theirs)]
+        blocks = [expected_blocks(x) for x in (area, theirs)]
         if operation == "READ":
             blocks[0][mine] = blocks[1][others]
         else:
@@ -748,9 +717,7 @@ def test_a_killed_peer_is_a_lost_connection(start_peer, api, params):
 def test_registrations_are_counted(ours):
     agent = make(ours, "a")
     area = Area(BLOCK, 1)
-    memory = [(area.inside.ctypes.data, BLOCK, 0, "")]
-    first = agent.register_memory(memory, "DRAM")
-    second = agent.register_memory(memory, "DRAM")
+    first, second = register(agent, area), register(agent, area)
     agent.deregister_memory(first)
     agent.prep_xfer_dlist("", first.trim()).release()
     agent.deregister_memory(second)
@@ -770,10 +737,16 @@ def test_registering_is_all_or_none(ours):
         agent.prep_xfer_dlist("", [good], "DRAM")
 
 
+def prepare_one(a, b):
+    return (
+        a.agent.prep_xfer_dlist("", tuples(a.area, [0]), "DRAM"),
+        a.agent.prep_xfer_dlist("b", tuples(b.area, [0]), "DRAM"),
+    )
+
+
 def test_handles_after_their_release(ours):
     a, b = connect(ours)
-    local = a.agent.prep_xfer_dlist("", tuples(a.area, [0]), "DRAM")
-    remote = a.agent.prep_xfer_dlist("b", tuples(b.area, [0]), "DRAM")
+    local, remote = prepare_one(a, b)
     handle = a.agent.make_prepped_xfer("READ", local, [0], remote, [0])
     handle.release()
     for use in (a.agent.check_xfer_state, a.agent.transfer, a.agent.get_xfer_telemetry):
@@ -788,8 +761,7 @@ def test_handles_after_their_release(ours):
 
 def test_a_list_may_be_released_before_its_transfers(ours):
     a, b = connect(ours)
-    local = a.agent.prep_xfer_dlist("", tuples(a.area, [0]), "DRAM")
-    remote = a.agent.prep_xfer_dlist("b", tuples(b.area, [0]), "DRAM")
+    local, remote = prepare_one(a, b)
     handle = a.agent.make_prepped_xfer("WRITE", local, [0], remote, [0])
     local.release()
     remote.release()
@@ -889,17 +861,8 @@ def test_a_running_transfer_is_not_released(ours, start_peer):
 # ---- the switch
 
 
-def run(code, **env):
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **env}, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 def test_install_gives_our_modules_to_those_who_import_nixl():
-    code = """if True:
+    code = """
         from pynixlkv.nixl_api import install
         install()
         install()
@@ -914,14 +877,14 @@ def test_install_gives_our_modules_to_those_who_import_nixl():
         agent = nixl_agent("a", nixl_agent_config(backends=["UCX"]))
         print(agent.add_remote_agent.__module__, len(agent.get_agent_metadata()) > 100)
     """
-    assert run(code).splitlines() == [
+    assert run_python(code)[0].splitlines() == [
         "pynixlkv.nixl_api._api pynixlkv.nixl_api._bindings nixl_mem_t.DRAM_SEG",
         "pynixlkv.nixl_api._api True",
     ]
 
 
 def test_install_comes_too_late_after_the_import_of_nixl():
-    code = """if True:
+    code = """
         import nixl_cu12
         from pynixlkv.errors import StateError
         from pynixlkv.nixl_api import install
@@ -930,12 +893,12 @@ def test_install_comes_too_late_after_the_import_of_nixl():
         except StateError as error:
             print(error)
     """
-    assert "call install() before anything imports it" in run(code)
+    assert "call install() before anything imports it" in run_python(code)[0]
 
 
 @pytest.mark.parametrize(("value", "expected"), [("0", "False"), ("1", "True"), ("yes", "refused")])
 def test_the_environment_variable(value, expected):
-    code = """if True:
+    code = """
         import importlib.util
         import sys
         from importlib.metadata import entry_points
@@ -948,4 +911,4 @@ def test_the_environment_variable(value, expected):
         except ValueError:
             print("refused")
     """
-    assert run(code, PYNIXLKV_NIXL_API=value).strip() == expected
+    assert run_python(code, PYNIXLKV_NIXL_API=value)[0].strip() == expected

@@ -3,13 +3,12 @@
 import gc
 import os
 import re
-import subprocess
-import sys
 import warnings
 
 import numpy as np
 import psutil
 import pytest
+from interpreter import run_python
 from transfers import Area, run
 
 from pynixlkv import _native, errors
@@ -83,6 +82,7 @@ def test_memory_in_use_cannot_be_deregistered(make_agent):
 def test_a_released_request_is_refused(one):
     agent, area, *_ = one
     request = agent.create_xfer_req("READ", area.rows([0], BLOCK), area.rows([0], BLOCK), "a")
+    assert agent.get_xfer_status(request) is XferState.NOT_POSTED
     run(agent, request)
     assert agent.release_xfer_req(request)
     assert request.state is XferState.RELEASED
@@ -97,15 +97,6 @@ def test_a_released_request_is_refused(one):
         with pytest.raises(ClosedError, match="the request was released"):
             use(request)
     request.close()
-
-
-def test_a_request_that_was_never_posted_says_so(one):
-    agent, area, *_ = one
-    with agent.create_xfer_req(
-        "READ", area.rows([0], BLOCK), area.rows([0], BLOCK), "a"
-    ) as request:
-        assert agent.get_xfer_status(request) is XferState.NOT_POSTED
-        assert request.state is XferState.NOT_POSTED
 
 
 def test_released_lists_are_refused(one):
@@ -259,19 +250,12 @@ def test_ten_thousand_transfers_leave_nothing_behind(one):
         ([0, 99], "index 99 at position 1 is out of range; the list has 16"),
         ([-1], "index -1 at position 0 is out of range; the list has 16"),
         ([2**31], "index 2147483648 at position 0 is out of range; the list has 16"),
-        ([0, 2**70], "indices has shape .* and dtype object"),
-        ([True], "indices holds True at index 0; expected integers"),
         ([0, True], "indices holds True at index 1; expected integers"),
         (np.array([True, False]), "dtype bool"),
-        (np.array([0, 99], np.int32), "index 99 at position 1 is out of range; the list has 16"),
         (np.array([-5], np.int64), "index -5 at position 0"),
         (np.array([2**63], np.uint64), "index 9223372036854775808 at position 0"),
-        ([0.0], "dtype float64; expected one dimension of integers"),
-        (np.zeros(1), "dtype float64"),
         ([], "0 local and 0 remote indices"),
-        ([[0]], r"shape \(1, 1\)"),
         (["0"], "dtype <U1; expected"),
-        ([None], "dtype object; expected"),
     ],
     ids=str,
 )
@@ -315,14 +299,8 @@ def test_lengths_that_differ_are_named(one):
         ([(4096, 0, 0)], r"descriptor 0 \(0x1000\+0 on device 0\) has zero length"),
         ([(4096, 8, 0), (-1, 8, 0)], "descriptor 1 has the address -1"),
         ([(4096, -8, 0)], "descriptor 0 has the length -8"),
-        ([(4096, 8)], r"shape \(1, 2\)"),
-        (np.zeros(3, np.uint64), r"shape \(3,\)"),
         ([(4096, 8, 0.0)], r"dtype float64; expected integers of shape \(n, 3\)"),
-        ([(4096, 8, 0), (4096, 8)], "cannot be read as an array of integers"),
-        (np.zeros((1, 3)), "dtype float64"),
         ([(2**64 - 4, 8, 0)], "beyond the end of the address space"),
-        ([(2**64, 8, 0)], "dtype object; expected integers"),
-        ([("x", 8, 0)], "expected integers"),
     ],
     ids=str,
 )
@@ -473,19 +451,12 @@ def test_every_status_has_a_kind_that_errors_knows():
 
 
 def test_what_is_open_at_exit_is_silent():
-    code = (
-        "from pynixlkv.nixl import Agent\n"
-        "agent = Agent('a')\n"
-        "agent.create_backend('UCX')\n"
-        "registration = agent.register_buffers(bytearray(64))\n"
-        "request = agent.create_xfer_req('READ', registration.descriptors,"
-        " registration.descriptors, 'a')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    code = """
+        from pynixlkv.nixl import Agent
+        agent = Agent("a")
+        agent.create_backend("UCX")
+        registration = agent.register_buffers(bytearray(64))
+        rows = registration.descriptors
+        request = agent.create_xfer_req("READ", rows, rows, "a")
+    """
+    assert run_python(code, "-W", "error") == ("", "")

@@ -1,6 +1,7 @@
 """Bytes, metadata, notifications and storage through the thin binding, in one process."""
 
 import os
+import weakref
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from pynixlkv.errors import (
     StateError,
     UnknownPeerError,
 )
-from pynixlkv.nixl import AgentConfig, Notification, ThreadSync, XferState
+from pynixlkv.nixl import AgentConfig, Notification, ThreadSync
 from pynixlkv.types import MemoryType, Operation
 
 BLOCK = 4096
@@ -178,8 +179,6 @@ def test_a_registered_buffer_outlives_its_name(make_agent):
         data.extend(b"cannot move while it is registered")
     data.extend(b"can now")
     array = np.zeros(1024, np.uint8)
-    import weakref
-
     watch = weakref.ref(array)
     registration = agent.register_buffers(array, area.inside)
     del array
@@ -358,4 +357,3 @@ def test_notifications_of_many_senders(make_agent):
     for i, sender in enumerate(senders):
         got = [note.message for note in notes if note.peer == sender.name]
         assert got == [f"{i} {j}".encode() for j in range(5)]
-    assert XferState(0) is XferState.NOT_POSTED

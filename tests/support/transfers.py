@@ -27,14 +27,12 @@ class Area:
         assert np.array_equal(self.whole, self.expected)
 
 
-def run(agent, request, timeout=60.0, notification=None, progress=()):
-    """Post and poll to the end; other agents of this process get to progress meanwhile."""
+def run(agent, request, timeout=60.0, notification=None):
+    """Post and poll to the end."""
     deadline = time.monotonic() + timeout
     state = agent.post_xfer_req(request, notification)
     while state == XferState.PENDING:
         assert time.monotonic() < deadline, f"{request!r} did not end"
-        for other in progress:
-            other.get_notifs()
         state = agent.get_xfer_status(request)
     assert state == XferState.DONE
     assert request.state == XferState.DONE
