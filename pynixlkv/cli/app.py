@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pynixlkv.cli.bench.cases import TRANSPORTS
-from pynixlkv.cli.bench.cases import Fault as BenchFault
 from pynixlkv.cli.models import MODELS
 from pynixlkv.cli.rank import Fault, Role
 from pynixlkv.cli.render import bench_table, bench_verdict, demo_table, info_table, verdict
@@ -173,7 +172,6 @@ def bench(
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds until giving up.")] = 1800.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    fault: Annotated[BenchFault | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Measure how fast bytes move between two processes of this machine.
 
@@ -193,7 +191,6 @@ def bench(
                 transport or None,
                 quick=quick,
                 timeout_s=timeout,
-                fault=fault,
                 on_progress=on_progress,
             )
         except PynixlkvError as error:

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pynixlkv import _loader
-from pynixlkv.cli.bench.cases import TRANSPORTS, Case, Fault, Series, make_cases
+from pynixlkv.cli.bench.cases import TRANSPORTS, Case, Series, make_cases
 from pynixlkv.cli.bench.perftest import HOW_TO_GET, Perftest
-from pynixlkv.cli.bench.transfers import has_target
-from pynixlkv.cli.bench.worker import BenchWorker
+from pynixlkv.cli.bench.transfers import BenchWorker, has_target
 from pynixlkv.errors import LibraryNotFoundError, PynixlkvError
 from pynixlkv.testing.process import ProcessGroup, RunError
 
@@ -65,8 +64,6 @@ class CaseReport:
     piece_bytes: int
     count: int
     window: int
-    initiator_device: str
-    target_device: str
     limit: str
     series: list[SeriesReport]
 
@@ -97,7 +94,6 @@ def run_bench(
     *,
     quick: bool,
     timeout_s: float,
-    fault: Fault | None,
     on_progress: Callable[[str, int, int], None],
 ) -> BenchReport:
     """Measure on some transports, by default on all that work here.
@@ -113,7 +109,7 @@ def run_bench(
         absent |= {name: reason for name, reason in reasons.items() if reason}
     cases = [
         case
-        for case in make_cases(transports, quick=quick, series=series, fault=fault)
+        for case in make_cases(transports, quick=quick, series=series)
         if transports is not None or case.transport not in absent
     ]
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
@@ -126,6 +122,7 @@ def run_cases(
     timeout_s: float,
     on_progress: Callable[[str, int, int], None],
     absent: dict[str, str] | None = None,
+    worker: type[BenchWorker] = BenchWorker,
 ) -> BenchReport:
     """Measure cases, grouped by transport, in at least two rounds; as `run_bench`."""
     before = os.getloadavg()[0]
@@ -134,7 +131,7 @@ def run_cases(
         names = {_target_of(transport), _INITIATOR}
         environment = TRANSPORTS[transport].environment
         with ProcessGroup(dict.fromkeys(names, environment), timeout_s) as workers:
-            workers.call("start", names, BenchWorker, keep=True)
+            workers.call("start", names, worker, keep=True)
             for case in group:
                 on_progress(case.describe(), len(reports), len(cases))
                 reports.append(_Measurement(workers, case, rounds).report())
@@ -220,8 +217,6 @@ class _Measurement:
             piece_bytes=case.piece_bytes,
             count=case.count,
             window=case.window,
-            initiator_device=case.initiator_device,
-            target_device=case.target_device,
             limit=limit.value,
             series=[self._summarise(series, limit) for series in case.series],
         )
