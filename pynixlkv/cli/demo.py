@@ -7,13 +7,13 @@ import random
 import re
 import secrets
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pynixlkv.cli.cache import dimension_letters
 from pynixlkv.cli.models import Model, find_model
-from pynixlkv.cli.rank import Checked, DemoRank, Fault, Operation, RankSpec, Role, Tables
+from pynixlkv.cli.rank import Checked, DemoOptions, DemoRank, Operation, RankSpec, Role, Tables
 from pynixlkv.errors import ConfigError
 from pynixlkv.testing.process import ProcessGroup
 
@@ -33,24 +33,6 @@ _LONGEST_RUN = 8
 # Headings and rows (count, range of lengths, method, transport) of UCX's report on what it used.
 _UCX_TABLE = re.compile(r"\| (remote memory \w+|active message) by ucp_")
 _UCX_ROW = re.compile(r"\| +(\d+) \| +\S+ \| (.*?) +\| (.*?) +\|$")
-
-
-@dataclass(frozen=True)
-class DemoOptions:
-    """What to move between which ranks; `blocks` each way, by default as many as fit the memory.
-
-    `axes` has the order of the dimensions of each role's tensors, by default the model's own.
-    `fault` is injected into decode rank 0.
-    """
-
-    model: str
-    axes: dict[Role, str]
-    sizes: dict[Role, int]
-    blocks: int | None = None
-    transfer_backend: str = "nixl"
-    timeout_s: float = 300.0
-    seed: int | None = None
-    fault: Fault | None = None
 
 
 @dataclass(frozen=True)
@@ -109,27 +91,15 @@ def run_demo(options: DemoOptions, on_progress: Callable[[str, int, int], None])
     if a process fails or the time is up; no process is left behind.
     """
     model = find_model(options.model)
-    axes = {role: options.axes.get(role, model.axes) for role in _ROLES}
-    for role in _ROLES:
-        dimension_letters(axes[role], model)
+    options = replace(options, axes={**dict.fromkeys(_ROLES, model.axes), **options.axes})
+    for axes in options.axes.values():
+        dimension_letters(axes, model)
     blocks = _choose_blocks(model, options)
     pool_blocks = _pool_blocks(blocks)
     seed = secrets.randbits(32) if options.seed is None else options.seed
     tables = _scatter(blocks, pool_blocks, seed)
     specs = [
-        RankSpec(
-            role=role,
-            rank=rank,
-            sizes=options.sizes,
-            axes=axes[role],
-            model=model.name,
-            transfer_backend=options.transfer_backend,
-            num_blocks=pool_blocks,
-            tables=tables,
-            seed=seed,
-            timeout_s=options.timeout_s,
-            fault=options.fault if (role, rank) == ("decode", 0) else None,
-        )
+        RankSpec(role, rank, options, pool_blocks, tables, seed)
         for role in _ROLES
         for rank in range(options.sizes[role])
     ]
@@ -170,16 +140,16 @@ def _conduct(
     outputs = group.join()
 
     last = checks[-1]
-    spec = specs[0]
+    options = specs[0].options
     return DemoReport(
         model=model.name,
-        transfer_backend=spec.transfer_backend,
-        seed=spec.seed,
-        axes={spec.role: spec.axes for spec in specs},
-        sizes=spec.sizes,
+        transfer_backend=options.transfer_backend,
+        seed=specs[0].seed,
+        axes=options.axes,
+        sizes=options.sizes,
         block_tokens=model.block_size,
         blocks=blocks,
-        pool_blocks=spec.num_blocks,
+        pool_blocks=specs[0].num_blocks,
         cache_bytes={role: sum(described[name][1] for name in names[role]) for role in _ROLES},
         operations=[
             _summarise(
