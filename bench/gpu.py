@@ -13,7 +13,7 @@ from rich.console import Console
 from bench.peers.device import DeviceCase, DeviceWorker
 from pynixlkv.cli.bench.cases import Series
 from pynixlkv.cli.bench.run import run_cases
-from pynixlkv.cli.render import bench_table, bench_verdict
+from pynixlkv.cli.render import show_bench
 from pynixlkv.testing.process import RunError
 
 TOTAL_BYTES = 64 << 20
@@ -62,9 +62,7 @@ def main(arguments=None):
         is_ok = is_ok and report.ok
         results[series.value] = report.as_dict()
         if not options.json:
-            console.print(bench_table(report))
-            for line in bench_verdict(report):
-                console.print(line, markup=False)
+            show_bench(report, console)
     if options.json:
         print(json.dumps(results))
     return 0 if is_ok else 1
