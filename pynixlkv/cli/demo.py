@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pynixlkv.cli.cache import dimension_letters
 from pynixlkv.cli.models import Model, find_model
-from pynixlkv.cli.rank import Checked, DemoOptions, DemoRank, Operation, RankSpec, Role, Tables
+from pynixlkv.cli.rank import DemoOptions, DemoRank, Operation, RankSpec, Role, Tables
 from pynixlkv.errors import ConfigError
 from pynixlkv.testing.process import ProcessGroup
 
@@ -126,7 +126,7 @@ def _conduct(
     group.call("connect and plan", everyone, "connect", hellos)
 
     all_moved: list[tuple[Operation, dict[str, dict[str, Any]]]] = []
-    checks: list[dict[str, Checked]] = []
+    checks: list[dict[str, tuple[int, str]]] = []
     phases: list[tuple[Operation, list[str], list[str]]] = [
         ("read", decode, prefill),
         ("write", prefill, decode),
@@ -139,8 +139,9 @@ def _conduct(
         checks.append(group.call(f"compare after {operation}", everyone, "check", done))
     outputs = group.join()
 
-    last = checks[-1]
-    options = specs[0].options
+    options, pool_blocks = specs[0].options, specs[0].num_blocks
+    cache_bytes = {role: sum(described[name][1] for name in names[role]) for role in _ROLES}
+    moved_blocks = 2 * blocks  # read, and written
     return DemoReport(
         model=model.name,
         transfer_backend=options.transfer_backend,
@@ -149,8 +150,8 @@ def _conduct(
         sizes=options.sizes,
         block_tokens=model.block_size,
         blocks=blocks,
-        pool_blocks=specs[0].num_blocks,
-        cache_bytes={role: sum(described[name][1] for name in names[role]) for role in _ROLES},
+        pool_blocks=pool_blocks,
+        cache_bytes=cache_bytes,
         operations=[
             _summarise(
                 operation,
@@ -160,14 +161,14 @@ def _conduct(
             )
             for operation, moved in all_moved
         ],
-        verified_bytes=sum(last[name].moved_bytes for name in decode),
-        guard_bytes=sum(check.guard_bytes for check in last.values()),
-        wrong_bytes=sum(check.wrong_bytes for phase in checks for check in phase.values()),
+        verified_bytes=cache_bytes["decode"] * moved_blocks // pool_blocks,
+        guard_bytes=sum(cache_bytes.values()) * (pool_blocks - moved_blocks) // pool_blocks,
+        wrong_bytes=sum(wrong for phase in checks for wrong, _ in phase.values()),
         differences=[
-            f"{name}: {check.difference}"
+            f"{name}: {difference}"
             for phase in checks
-            for name, check in phase.items()
-            if check.wrong_bytes
+            for name, (_, difference) in phase.items()
+            if difference
         ],
     )
 
