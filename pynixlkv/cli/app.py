@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pynixlkv.cli.bench.cases import TRANSPORTS
 from pynixlkv.cli.models import MODELS
-from pynixlkv.cli.rank import Fault, Role
+from pynixlkv.cli.rank import Role
 from pynixlkv.cli.render import info_table, show_bench, show_demo
 from pynixlkv.errors import PynixlkvError
 
@@ -119,7 +119,6 @@ def demo(
         int | None, typer.Option(min=0, help="Repeat a run.", show_default="random")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    fault: Annotated[Fault | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Move a real KV cache between prefill and decode processes here, and compare every byte.
 
@@ -140,7 +139,6 @@ def demo(
         transfer_backend=transfer_backend.value,
         timeout_s=timeout,
         seed=seed,
-        fault=fault,
     )
     _run(partial(run_demo, options), show_demo, as_json=as_json)
 

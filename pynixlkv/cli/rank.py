@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
 from pynixlkv.cli.cache import Contents, RankCache
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 
     from pynixlkv.topology import Reader, Source
 
-__all__ = ["DemoOptions", "DemoRank", "Fault", "Operation", "RankSpec", "Role", "Tables"]
+__all__ = ["DemoOptions", "DemoRank", "Operation", "RankSpec", "Role", "Tables"]
 
 Role = Literal["prefill", "decode"]
 Operation = Literal["read", "write"]
@@ -32,22 +29,11 @@ Operation = Literal["read", "write"]
 Tables = dict[Operation, list[int]]
 
 
-class Fault(str, Enum):
-    """What decode rank 0 spoils on purpose: a block that was moved, an unused one, or itself."""
-
-    read = "read"
-    write = "write"
-    guard = "guard"
-    crash = "crash"
-    hang = "hang"
-
-
 @dataclass(frozen=True)
 class DemoOptions:
     """What to move between which ranks; `blocks` each way, by default as many as fit the memory.
 
     `axes` has the order of the dimensions of each role's tensors, by default the model's own.
-    `fault` is injected into decode rank 0.
     """
 
     model: str
@@ -57,7 +43,6 @@ class DemoOptions:
     transfer_backend: str = "nixl"
     timeout_s: float = 300.0
     seed: int | None = None
-    fault: Fault | None = None
 
 
 @dataclass(frozen=True)
@@ -169,10 +154,6 @@ class DemoRank:
         Returns sums over the peers, and the longest of their times (keys that end in ``_s``).
         """
         spec = self._spec
-        if self._fault is Fault.crash:
-            os._exit(3)
-        if self._fault is Fault.hang:
-            os.kill(os.getpid(), signal.SIGSTOP)
         local, remote = (spec.tables[role][spec.operation] for role in (spec.role, spec.other_role))
         post = self._agent.read if spec.operation == "read" else self._agent.write
         started = time.perf_counter()
@@ -207,7 +188,6 @@ class DemoRank:
 
     def check(self, done: Sequence[Operation]) -> tuple[int, str]:
         """Count the wrong bytes in the whole pool after some operations; describe the first."""
-        self._corrupt(done)
         wrong_bytes, difference = 0, ""
         layers = self._model.layers
         for layer in range(layers):
@@ -223,18 +203,6 @@ class DemoRank:
         if left <= 0:
             raise RunError(f"{self._spec.name} did not end within {self._options.timeout_s} s")
         return left
-
-    @property
-    def _fault(self) -> Fault | None:
-        return self._options.fault if self._spec.name == "decode-0" else None
-
-    def _corrupt(self, done: Sequence[Operation]) -> None:
-        """Flip a bit if a fault is injected."""
-        if self._fault is Fault.guard:
-            self._cache.layer(0)[0, 0, 0, 0, 0] ^= 1
-        for operation in done:
-            if self._fault is not None and self._fault.value == operation:
-                self._cache.layer(0)[self._tables[operation][0], 0, 0, 0, 0] ^= 1
 
 
 def _note(sender: str, receiver: str) -> bytes:

@@ -7,17 +7,27 @@ import subprocess
 import sys
 import time
 
+import faulty_demo
 import psutil
 import pytest
 
 from pynixlkv.cli.models import find_model
 
-DEMO = [sys.executable, "-m", "pynixlkv", "demo", "--json", "--timeout", "300"]
+DEMO = ["demo", "--json", "--timeout", "300"]
 
 
-def run(*options):
+def command(*options, fault=""):
+    """Return how to start the demo: arguments and environment."""
+    program = [faulty_demo.__file__] if fault else ["-m", "pynixlkv"]
+    return {
+        "args": [sys.executable, *program, *DEMO, *options],
+        "env": {**os.environ, "FAULT": fault},
+    }
+
+
+def run(*options, fault=""):
     done = subprocess.run(
-        [*DEMO, *options], check=False, capture_output=True, text=True, timeout=300
+        **command(*options, fault=fault), check=False, capture_output=True, text=True, timeout=300
     )
     return done, json.loads(done.stdout)
 
@@ -72,7 +82,7 @@ def test_a_latent_cache_is_read_once_by_each_rank(prefill_tp, decode_tp):
 
 @pytest.mark.parametrize("fault", ["read", "write", "guard"])
 def test_a_flipped_bit_anywhere_fails_the_run(fault):
-    done, report = run("--blocks", "2", "--fault", fault)
+    done, report = run("--blocks", "2", fault=fault)
     assert done.returncode == 1
     assert report["ok"] is False
     assert report["wrong_bytes"] >= 1
@@ -80,14 +90,14 @@ def test_a_flipped_bit_anywhere_fails_the_run(fault):
 
 
 def test_a_rank_that_dies_fails_the_run_and_is_named():
-    done, report = run("--blocks", "2", "--fault", "crash")
+    done, report = run("--blocks", "2", fault="crash")
     assert done.returncode == 1
     assert report["ok"] is False
     assert "decode-0 exited with 3 in the middle" in report["error"]
 
 
 def test_a_rank_that_hangs_fails_the_run_at_the_deadline():
-    done, report = run("--blocks", "2", "--fault", "hang", "--timeout", "20")
+    done, report = run("--blocks", "2", "--timeout", "20", fault="hang")
     assert done.returncode == 1
     assert "no answer from decode-0" in report["error"]
 
@@ -95,7 +105,7 @@ def test_a_rank_that_hangs_fails_the_run_at_the_deadline():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_an_interrupt_leaves_no_process_behind(number):
     demo = subprocess.Popen(
-        [*DEMO, "--blocks", "2", "--fault", "hang"],
+        **command("--blocks", "2", fault="hang"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
