@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import faulty_demo
 import psutil
 import pytest
+from peers import interrupt
 
 from pynixlkv.cli.models import find_model
 
@@ -102,31 +102,13 @@ def test_a_rank_that_hangs_fails_the_run_at_the_deadline():
     assert "no answer from decode-0" in report["error"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_an_interrupt_leaves_no_process_behind(number):
-    demo = subprocess.Popen(
-        **command("--blocks", "2", fault="hang"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        # A shell's background job starts with interrupts ignored, and its children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    watched = psutil.Process(demo.pid)
-    deadline = time.monotonic() + 300
-    ranks = []
-    # Once a rank is stopped, everything is set up and the other rank waits for it.
-    while not any(rank.status() == psutil.STATUS_STOPPED for rank in ranks):
-        assert time.monotonic() < deadline
-        assert demo.poll() is None
-        psutil.wait_procs(ranks, timeout=0.05)
-        ranks = watched.children(recursive=True)
-    os.kill(demo.pid, number)
-    demo.communicate(timeout=60)
-    assert demo.returncode == (130 if number is signal.SIGINT else 143)
-    gone, alive = psutil.wait_procs(ranks, timeout=60)
-    assert len(gone) == 2
-    assert alive == []
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_leaves_no_process_behind(number, status):
+    def is_ready(ranks):
+        # Once a rank is stopped, everything is set up and the other rank waits for it.
+        return any(rank.status() == psutil.STATUS_STOPPED for rank in ranks) and len(ranks) == 2
+
+    assert interrupt(number, is_ready, **command("--blocks", "2", fault="hang")) == status
 
 
 def test_the_terminal_shows_a_table_and_the_verified_bytes():

@@ -72,17 +72,9 @@ class Driver:
             self.engine = None
         self.outcome, self.watched, self.aborted = {}, {}, set()
 
-    def prefill(self, request_id, prompt, num_tokens):
-        return self.engine.prefill(request_id, prompt, num_tokens)
-
-    def begin(self, request_id, prompt, num_tokens):
-        self.engine.begin(request_id, prompt, num_tokens)
-
-    def compute(self, request_id, until):
-        self.engine.compute(request_id, until)
-
-    def hand_over(self, request_id):
-        return self.engine.hand_over(request_id)
+    def __getattr__(self, name):
+        """Ask the engine for what the driver does not have."""
+        return getattr(self.engine, name)
 
     def fetch(self, request_id, prompt, num_tokens, params, num_computed=0):
         """Let a request arrive, and schedule it."""
@@ -109,9 +101,6 @@ class Driver:
         blocks = self.watched[request_id]
         tokens = range(len(blocks) * self.engine.block_size)
         return all((rank.read(blocks, tokens) == 0xDEAD).all() for rank in self.engine.ranks)
-
-    def holds(self, request_id):
-        return self.engine.holds(request_id)
 
     def ends(self):
         """What has become of requests so far, by id: a word, or the name of an error's class."""
