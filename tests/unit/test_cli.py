@@ -1,4 +1,4 @@
-"""The command line without transfers: options, contents, sizes, ranks that fail."""
+"""The command line without transfers: options, contents, sizes."""
 
 import io
 import json
@@ -12,10 +12,8 @@ from rich.console import Console
 from pynixlkv.cli import demo
 from pynixlkv.cli.cache import Contents, RankCache, dimension_letters
 from pynixlkv.cli.models import MODELS, Model, find_model
-from pynixlkv.cli.rank import DemoOptions, DemoRank, RankSpec
 from pynixlkv.cli.render import info_table
 from pynixlkv.errors import LayoutError
-from pynixlkv.testing.process import ProcessGroup, RunError
 
 TINY = Model("tiny", layers=2, kv_heads=4, dim=8, block_size=4)
 TINY_LATENT = Model("tiny-latent", layers=2, kv_heads=None, dim=12, axes="BND", block_size=4)
@@ -161,17 +159,6 @@ def test_default_pools_are_modest_on_a_large_machine_and_on_a_small_one(model, m
 
 def test_free_memory_is_plausible():
     assert 0 < demo._free_bytes() < 1 << 46
-
-
-def test_a_rank_that_fails_is_named_with_its_reason():
-    tables = {"prefill": {"read": [1], "write": [2]}, "decode": {"read": [3], "write": [4]}}
-    axes, sizes = dict.fromkeys(tables, "KBHND"), dict.fromkeys(tables, 1)
-    with ProcessGroup({"prefill-0": {}, "decode-0": {}}, 60) as ranks:
-        for role, model in [("decode", "Llama-3.1-8B"), ("prefill", "GPT-2")]:
-            spec = RankSpec(role, 0, DemoOptions(model, axes, sizes), 6, tables, seed=0)
-            ranks.post([spec.name], DemoRank, spec, keep=True)
-        with pytest.raises(RunError, match=r"(?s)prefill-0 failed: ConfigError.*GPT-2"):
-            ranks.gather("start", ["prefill-0", "decode-0"])
 
 
 def test_the_table_of_libraries_shows_every_value_without_markup():
