@@ -110,11 +110,6 @@ class ChildProcess(Channel):
             )
 
     @property
-    def pid(self) -> int:
-        """Process id."""
-        return self.process.pid
-
-    @property
     def is_running(self) -> bool:
         """Whether the process lives."""
         return self.process.poll() is None
@@ -173,7 +168,7 @@ class ChildProcess(Channel):
     def stop(self) -> None:
         """Stop the process (SIGSTOP), and wait until all of its threads stand still."""
         self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
     def resume(self) -> None:
         """Continue the process after `stop` (SIGCONT)."""

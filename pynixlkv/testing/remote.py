@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pynixlkv.agent import Registration
 from pynixlkv.errors import PynixlkvError
 from pynixlkv.geometry import KVCache
 from pynixlkv.testing import FakeAgent
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pynixlkv.agent import Agent, Peer, Transfer
+    from pynixlkv.agent import Agent, Peer, Registration
     from pynixlkv.testing import FakeNetwork
 
 __all__ = ["LocalRemote", "Pool", "ProcessRemote", "Remote"]
@@ -94,7 +93,7 @@ class Remote:
         self._agent = self._make(self.name)
         self._agent.register(self._pool.cache)
         self._peers: dict[str, Peer] = {}
-        self._more: list[Registration | Transfer] = []
+        self._more: list[Registration] = []
         self._arrays: list[npt.NDArray[np.uint8]] = []
 
     def hello(self) -> bytes:
@@ -128,9 +127,7 @@ class Remote:
 
     def register_more(self, nbytes: int, seed: int) -> int:
         """Register another buffer, of `random_bytes`, and return its address."""
-        return self._register(random_bytes(nbytes, seed))
-
-    def _register(self, array: npt.NDArray[np.uint8]) -> int:
+        array = random_bytes(nbytes, seed)
         self._arrays.append(array)
         self._more.append(self._agent.register(array))
         return int(array.__array_interface__["data"][0])
@@ -138,20 +135,8 @@ class Remote:
     def deregister_more(self) -> None:
         """Deregister the buffers of `register_more`, and keep them."""
         for registration in self._more:
-            if isinstance(registration, Registration):
-                registration.close()
+            registration.close()
         self._more.clear()
-
-    def start_pulling(self, hello: bytes, address: int, nbytes: int) -> None:
-        """Begin to read memory of another agent, and return immediately."""
-        here = self._register(np.zeros(nbytes, dtype=np.uint8))
-        step = nbytes // 64
-        starts = np.arange(64, dtype=np.uint64) * np.uint64(step)
-        rows = np.zeros((2, 64, 3), dtype=np.uint64)
-        rows[:, :, 0] = starts + np.array([[here], [address]], dtype=np.uint64)
-        rows[:, :, 1] = step
-        peer = self._agent.connect(hello)
-        self._more += [self._agent.read_descriptors(peer, rows[0], rows[1]) for _ in range(20)]
 
     def pause(self) -> None:
         """Stop the agent, as if its process were stopped."""
