@@ -37,10 +37,8 @@ def make(request):
 
 
 @pytest.fixture
-def remote(make):
-    remote = ProcessRemote(make)
-    yield remote
-    remote.close()
+def remote(closing, make):
+    return closing(ProcessRemote(make))
 
 
 class Guarded:
