@@ -10,9 +10,10 @@ import sys
 
 from rich.console import Console
 
-from pynixlkv.cli.bench.cases import Case, Series
+from bench.peers.device import DeviceCase, DeviceWorker
+from pynixlkv.cli.bench.cases import Series
 from pynixlkv.cli.bench.run import run_cases
-from pynixlkv.cli.render import bench_table, bench_verdict
+from pynixlkv.cli.render import show_bench
 from pynixlkv.testing.process import RunError
 
 TOTAL_BYTES = 64 << 20
@@ -24,16 +25,15 @@ TIMEOUT_S = 100
 
 def make_cases(device, series, total_bytes=TOTAL_BYTES, sizes=SIZES):
     """Return the cases of a device of torch; with "cpu" they run anywhere."""
-    there = f"torch:{device}"
     transport = "cuda_ipc" if device.startswith("cuda") else "cma"
     return [
-        Case(
+        DeviceCase(
             transport, direction, "scattered", size, total_bytes // size, 64, series,
             initiator_device=initiator, target_device=target,
         )
         for direction, initiator, target in [
-            ("get", there, there), ("put", there, there),
-            ("get", "cpu", there), ("put", there, "cpu"),
+            ("get", device, device), ("put", device, device),
+            ("get", None, device), ("put", device, None),
         ]
         for size in sizes
     ]  # fmt: skip
@@ -52,6 +52,7 @@ def main(arguments=None):
             report = run_cases(
                 make_cases(options.device, (Series.memcpy, series)), ROUNDS, TIMEOUT_S,
                 lambda label, done, total: print(f"{done}/{total} {label}", file=sys.stderr),
+                worker=DeviceWorker,
             )  # fmt: skip
         except RunError as error:
             is_ok = False
@@ -61,9 +62,7 @@ def main(arguments=None):
         is_ok = is_ok and report.ok
         results[series.value] = report.as_dict()
         if not options.json:
-            console.print(bench_table(report))
-            for line in bench_verdict(report):
-                console.print(line, markup=False)
+            show_bench(report, console)
     if options.json:
         print(json.dumps(results))
     return 0 if is_ok else 1

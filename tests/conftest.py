@@ -1,5 +1,6 @@
 """Settings and fixtures that all tests share."""
 
+import contextlib
 import gc
 import importlib.util
 import sys
@@ -77,3 +78,10 @@ def start_peer():
     yield start
     for peer in peers:
         peer.kill()
+
+
+@pytest.fixture
+def closing():
+    """Return a function that takes what the test makes, to close it after the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda made: stack.enter_context(contextlib.closing(made))

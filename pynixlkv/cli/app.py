@@ -5,26 +5,30 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pynixlkv.cli.bench.cases import TRANSPORTS
-from pynixlkv.cli.bench.cases import Fault as BenchFault
 from pynixlkv.cli.models import MODELS
-from pynixlkv.cli.rank import Fault, Role
-from pynixlkv.cli.render import bench_table, bench_verdict, demo_table, info_table, verdict
+from pynixlkv.cli.rank import Role
+from pynixlkv.cli.render import info_table, show_bench, show_demo
 from pynixlkv.errors import PynixlkvError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from types import FrameType
     from typing import NoReturn
+
+    from pynixlkv.cli.bench.run import BenchReport
+    from pynixlkv.cli.demo import DemoReport
+
+    Report = TypeVar("Report", DemoReport, BenchReport)
 
 __all__ = ["app"]
 
@@ -43,29 +47,44 @@ class TransferBackend(str, Enum):
     ucx = "ucx"
 
 
-def _fail(error: Exception, *, as_json: bool) -> NoReturn:
-    """Report a failure the way the command reports its results, and exit with 1."""
-    if as_json:
-        typer.echo(json.dumps({"ok": False, "error": str(error), "kind": type(error).__name__}))
-    else:
-        typer.echo(f"error: {error}", err=True)
-    raise typer.Exit(1)
-
-
 def _exit_on_terminate(_signum: int, _frame: FrameType | None) -> NoReturn:
     sys.exit(128 + signal.SIGTERM)
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar on a terminal."""
+def _run(
+    run: Callable[[Callable[[str, int, int], None]], Report],
+    show: Callable[[Report, Console], None],
+    *,
+    as_json: bool,
+) -> None:
+    """Run under a progress bar and report the results or the failure, which is exit status 1."""
+    signal.signal(signal.SIGTERM, _exit_on_terminate)
+    failure: PynixlkvError | None = None
     stderr = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task("start", total=1)
-        yield lambda label, done, total: bar.update(
-            task, description=label, completed=done, total=total
-        )
+
+        def on_progress(label: str, done: int, total: int) -> None:
+            bar.update(task, description=label, completed=done, total=total)
+
+        try:
+            report = run(on_progress)
+        except PynixlkvError as error:
+            failure = error
+    if failure is not None:
+        if as_json:
+            kind = type(failure).__name__
+            typer.echo(json.dumps({"ok": False, "error": str(failure), "kind": kind}))
+        else:
+            typer.echo(f"error: {failure}", err=True)
+        raise typer.Exit(1)
+    if as_json:
+        typer.echo(json.dumps(report.as_dict()))
+    else:
+        show(report, Console())
+    if not report.ok:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -100,7 +119,6 @@ def demo(
         int | None, typer.Option(min=0, help="Repeat a run.", show_default="random")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    fault: Annotated[Fault | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Move a real KV cache between prefill and decode processes here, and compare every byte.
 
@@ -121,27 +139,8 @@ def demo(
         transfer_backend=transfer_backend.value,
         timeout_s=timeout,
         seed=seed,
-        fault=fault,
     )
-    signal.signal(signal.SIGTERM, _exit_on_terminate)
-    failure: PynixlkvError | None = None
-    with _progress() as on_progress:
-        try:
-            report = run_demo(options, on_progress)
-        except PynixlkvError as error:
-            failure = error
-    if failure is not None:
-        _fail(failure, as_json=as_json)
-    if as_json:
-        typer.echo(json.dumps(report.as_dict()))
-    else:
-        console = Console()
-        console.print(demo_table(report))
-        for difference in report.differences:
-            console.print(difference, style="red", highlight=False)
-        console.print(verdict(report), highlight=False, soft_wrap=True)
-    if not report.ok:
-        raise typer.Exit(1)
+    _run(partial(run_demo, options), show_demo, as_json=as_json)
 
 
 @app.command()
@@ -173,7 +172,6 @@ def bench(
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds until giving up.")] = 1800.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    fault: Annotated[BenchFault | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Measure how fast bytes move between two processes of this machine.
 
@@ -183,33 +181,14 @@ def bench(
     from pynixlkv.cli.bench.plot import check_plot, draw
     from pynixlkv.cli.bench.run import run_bench
 
-    signal.signal(signal.SIGTERM, _exit_on_terminate)
-    failure: PynixlkvError | None = None
-    with _progress() as on_progress:
-        try:
-            if plot is not None:
-                check_plot(plot)
-            report = run_bench(
-                transport or None,
-                quick=quick,
-                timeout_s=timeout,
-                fault=fault,
-                on_progress=on_progress,
-            )
-        except PynixlkvError as error:
-            failure = error
-    if failure is not None:
-        _fail(failure, as_json=as_json)
-    if plot is not None:
-        draw(report, plot)
-    if as_json:
-        typer.echo(json.dumps(report.as_dict()))
-    else:
-        console = Console()
-        console.print(bench_table(report))
-        for name, reason in report.absent.items():
-            console.print(f"not measured: {name}: {reason}", highlight=False, markup=False)
-        for line in bench_verdict(report):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if not report.ok:
-        raise typer.Exit(1)
+    def run(on_progress: Callable[[str, int, int], None]) -> BenchReport:
+        if plot is not None:
+            check_plot(plot)
+        report = run_bench(
+            transport or None, quick=quick, timeout_s=timeout, on_progress=on_progress
+        )
+        if plot is not None:
+            draw(report, plot)
+        return report
+
+    _run(run, show_bench, as_json=as_json)

@@ -8,7 +8,6 @@ uses plans: places are found by indexing arrays.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
     from pynixlkv.cli.models import Model
 
-__all__ = ["Contents", "Placement", "RankCache", "dimension_letters"]
+__all__ = ["Contents", "RankCache", "dimension_letters"]
 
 _NAMED_AXES = {"HND": "KBHND", "NHD": "KBNHD", "MLA": "BND"}
 _CANONICAL = "BKHND"
@@ -57,21 +56,12 @@ class Contents:
         words = random_bytes((page_words + math.prod(shape)) * 8, seed).view(np.uint64)
         self._page, self._keys = words[:page_words], words[page_words:].reshape(shape)
 
-    def pages(self, layer: int, heads: range, blocks: NDArray[np.intp]) -> NDArray[np.uint16]:
-        """Return some blocks in one layer, as (block, kv, head, token, dim) of bfloat16 bits."""
-        keys = self._keys[layer, blocks, :, heads.start : heads.stop]
+    def pages(self, layer: int, heads: range) -> NDArray[np.uint16]:
+        """Return the blocks in one layer, as (block, kv, head, token, dim) of bfloat16 bits."""
+        keys = self._keys[layer, :, :, heads.start : heads.stop]
         words: NDArray[np.uint64] = self._page ^ keys[..., np.newaxis]
         elems = (self._model.block_size, self._model.dim)
         return words.view(np.uint16).reshape(*keys.shape, *elems)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Blocks of contents, by their numbers, and the physical blocks of the pool that hold them."""
-
-    contents: Contents
-    numbers: NDArray[np.intp]
-    blocks: NDArray[np.intp]
 
 
 class RankCache:
@@ -79,14 +69,13 @@ class RankCache:
 
     def __init__(self, model: Model, axes: str, rank: int, size: int, num_blocks: int) -> None:
         self.letters = dimension_letters(axes, model)
-        self.num_blocks = num_blocks
         self._model = model
-        self._heads = held_heads(rank, size, model.kv_heads)
+        self.heads = held_heads(rank, size, model.kv_heads)
         extents = {
             "L": model.layers,
             "K": model.num_kv,
             "B": num_blocks,
-            "H": len(self._heads),
+            "H": len(self.heads),
             "N": model.block_size,
             "D": model.dim,
             "C": model.num_kv * model.dim,
@@ -117,23 +106,16 @@ class RankCache:
         missing = [i for i, axis in enumerate(_CANONICAL) if axis not in letters]
         return np.expand_dims(view, missing)
 
-    def fill(self, layer: int, placement: Placement) -> None:
-        """Write contents into one layer."""
-        pages = placement.contents.pages(layer, self._heads, placement.numbers)
-        self.layer(layer)[placement.blocks] = pages
-
-    def compare(self, layer: int, placement: Placement) -> tuple[int, str]:
-        """Return how many bytes of some blocks in one layer differ, and describe the first."""
-        expected = placement.contents.pages(layer, self._heads, placement.numbers)
-        found = self.layer(layer)[placement.blocks]
+    def compare(self, layer: int, expected: NDArray[np.uint16]) -> tuple[int, str]:
+        """Return how many bytes of one layer differ, and describe the first."""
+        found = self.layer(layer)
         if np.array_equal(found, expected):
             return 0, ""
         place = tuple(int(i[0]) for i in np.nonzero(found != expected))
         wrong = int(np.count_nonzero((found ^ expected).view(np.uint8)))
-        index, part, head, token, elem = place
+        block, part, head, token, elem = place
         return wrong, (
-            f"layer {layer}, block {placement.blocks[index]}, "
-            f"{'KV'[part] if self._model.num_kv == 2 else 'latent'}, "
-            f"head {self._heads[head]}, token {token}, element {elem}: "
+            f"layer {layer}, block {block}, {'KV'[part] if self._model.num_kv == 2 else 'latent'}, "
+            f"head {self.heads[head]}, token {token}, element {elem}: "
             f"found {found[place]:#06x}, expected {expected[place]:#06x}"
         )

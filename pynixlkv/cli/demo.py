@@ -7,13 +7,13 @@ import random
 import re
 import secrets
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pynixlkv.cli.cache import dimension_letters
 from pynixlkv.cli.models import Model, find_model
-from pynixlkv.cli.rank import Checked, DemoRank, Fault, Operation, RankSpec, Role, Tables
+from pynixlkv.cli.rank import DemoOptions, DemoRank, Operation, RankSpec, Role, Tables
 from pynixlkv.errors import ConfigError
 from pynixlkv.testing.process import ProcessGroup
 
@@ -33,24 +33,6 @@ _LONGEST_RUN = 8
 # Headings and rows (count, range of lengths, method, transport) of UCX's report on what it used.
 _UCX_TABLE = re.compile(r"\| (remote memory \w+|active message) by ucp_")
 _UCX_ROW = re.compile(r"\| +(\d+) \| +\S+ \| (.*?) +\| (.*?) +\|$")
-
-
-@dataclass(frozen=True)
-class DemoOptions:
-    """What to move between which ranks; `blocks` each way, by default as many as fit the memory.
-
-    `axes` has the order of the dimensions of each role's tensors, by default the model's own.
-    `fault` is injected into decode rank 0.
-    """
-
-    model: str
-    axes: dict[Role, str]
-    sizes: dict[Role, int]
-    blocks: int | None = None
-    transfer_backend: str = "nixl"
-    timeout_s: float = 300.0
-    seed: int | None = None
-    fault: Fault | None = None
 
 
 @dataclass(frozen=True)
@@ -109,27 +91,15 @@ def run_demo(options: DemoOptions, on_progress: Callable[[str, int, int], None])
     if a process fails or the time is up; no process is left behind.
     """
     model = find_model(options.model)
-    axes = {role: options.axes.get(role, model.axes) for role in _ROLES}
-    for role in _ROLES:
-        dimension_letters(axes[role], model)
+    options = replace(options, axes={**dict.fromkeys(_ROLES, model.axes), **options.axes})
+    for axes in options.axes.values():
+        dimension_letters(axes, model)
     blocks = _choose_blocks(model, options)
     pool_blocks = _pool_blocks(blocks)
     seed = secrets.randbits(32) if options.seed is None else options.seed
     tables = _scatter(blocks, pool_blocks, seed)
     specs = [
-        RankSpec(
-            role=role,
-            rank=rank,
-            sizes=options.sizes,
-            axes=axes[role],
-            model=model.name,
-            transfer_backend=options.transfer_backend,
-            num_blocks=pool_blocks,
-            tables=tables,
-            seed=seed,
-            timeout_s=options.timeout_s,
-            fault=options.fault if (role, rank) == ("decode", 0) else None,
-        )
+        RankSpec(role, rank, options, pool_blocks, tables, seed)
         for role in _ROLES
         for rank in range(options.sizes[role])
     ]
@@ -156,7 +126,7 @@ def _conduct(
     group.call("connect and plan", everyone, "connect", hellos)
 
     all_moved: list[tuple[Operation, dict[str, dict[str, Any]]]] = []
-    checks: list[dict[str, Checked]] = []
+    checks: list[dict[str, tuple[int, str]]] = []
     phases: list[tuple[Operation, list[str], list[str]]] = [
         ("read", decode, prefill),
         ("write", prefill, decode),
@@ -169,18 +139,19 @@ def _conduct(
         checks.append(group.call(f"compare after {operation}", everyone, "check", done))
     outputs = group.join()
 
-    last = checks[-1]
-    spec = specs[0]
+    options, pool_blocks = specs[0].options, specs[0].num_blocks
+    cache_bytes = {role: sum(described[name][1] for name in names[role]) for role in _ROLES}
+    moved_blocks = 2 * blocks  # read, and written
     return DemoReport(
         model=model.name,
-        transfer_backend=spec.transfer_backend,
-        seed=spec.seed,
-        axes={spec.role: spec.axes for spec in specs},
-        sizes=spec.sizes,
+        transfer_backend=options.transfer_backend,
+        seed=specs[0].seed,
+        axes=options.axes,
+        sizes=options.sizes,
         block_tokens=model.block_size,
         blocks=blocks,
-        pool_blocks=spec.num_blocks,
-        cache_bytes={role: sum(described[name][1] for name in names[role]) for role in _ROLES},
+        pool_blocks=pool_blocks,
+        cache_bytes=cache_bytes,
         operations=[
             _summarise(
                 operation,
@@ -190,14 +161,14 @@ def _conduct(
             )
             for operation, moved in all_moved
         ],
-        verified_bytes=sum(last[name].moved_bytes for name in decode),
-        guard_bytes=sum(check.guard_bytes for check in last.values()),
-        wrong_bytes=sum(check.wrong_bytes for phase in checks for check in phase.values()),
+        verified_bytes=cache_bytes["decode"] * moved_blocks // pool_blocks,
+        guard_bytes=sum(cache_bytes.values()) * (pool_blocks - moved_blocks) // pool_blocks,
+        wrong_bytes=sum(wrong for phase in checks for wrong, _ in phase.values()),
         differences=[
-            f"{name}: {check.difference}"
+            f"{name}: {difference}"
             for phase in checks
-            for name, check in phase.items()
-            if check.wrong_bytes
+            for name, (_, difference) in phase.items()
+            if difference
         ],
     )
 

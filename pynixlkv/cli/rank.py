@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
-from pynixlkv.cli.cache import Contents, Placement, RankCache
+from pynixlkv.cli.cache import Contents, RankCache
 from pynixlkv.cli.models import find_model
 from pynixlkv.geometry import KVCache
 from pynixlkv.plan import TransferPlan
@@ -21,9 +16,12 @@ from pynixlkv.topology import expected_readers, read_sources
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from pynixlkv.topology import Reader, Source
 
-__all__ = ["Checked", "DemoRank", "Fault", "Operation", "RankSpec", "Role", "Tables"]
+__all__ = ["DemoOptions", "DemoRank", "Operation", "RankSpec", "Role", "Tables"]
 
 Role = Literal["prefill", "decode"]
 Operation = Literal["read", "write"]
@@ -31,14 +29,20 @@ Operation = Literal["read", "write"]
 Tables = dict[Operation, list[int]]
 
 
-class Fault(str, Enum):
-    """What decode rank 0 spoils on purpose: a block that was moved, an unused one, or itself."""
+@dataclass(frozen=True)
+class DemoOptions:
+    """What to move between which ranks; `blocks` each way, by default as many as fit the memory.
 
-    read = "read"
-    write = "write"
-    guard = "guard"
-    crash = "crash"
-    hang = "hang"
+    `axes` has the order of the dimensions of each role's tensors, by default the model's own.
+    """
+
+    model: str
+    axes: dict[Role, str]
+    sizes: dict[Role, int]
+    blocks: int | None = None
+    transfer_backend: str = "nixl"
+    timeout_s: float = 300.0
+    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -47,15 +51,10 @@ class RankSpec:
 
     role: Role
     rank: int
-    sizes: dict[Role, int]
-    axes: str
-    model: str
-    transfer_backend: str
+    options: DemoOptions
     num_blocks: int
     tables: dict[Role, Tables]
     seed: int
-    timeout_s: float
-    fault: Fault | None
 
     @property
     def name(self) -> str:
@@ -71,16 +70,6 @@ class RankSpec:
     def operation(self) -> Operation:
         """What this rank does: decode reads, prefill writes."""
         return "read" if self.role == "decode" else "write"
-
-
-@dataclass(frozen=True)
-class Checked:
-    """Result of a comparison; `difference` describes the first one, if any."""
-
-    moved_bytes: int
-    guard_bytes: int
-    wrong_bytes: int
-    difference: str
 
 
 def make_agent(transfer_backend: str, name: str) -> Any:  # noqa: ANN401
@@ -99,29 +88,31 @@ class DemoRank:
 
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
-        self._deadline = time.monotonic() + spec.timeout_s
-        self._model = find_model(spec.model)
+        self._options = options = spec.options
+        self._deadline = time.monotonic() + options.timeout_s
+        self._model = model = find_model(options.model)
         self._tables = spec.tables[spec.role]
-        size = spec.sizes[spec.role]
-        self._cache = RankCache(self._model, spec.axes, spec.rank, size, spec.num_blocks)
-        num_moved = len(self._tables["read"])
+        axes, size = options.axes[spec.role], options.sizes[spec.role]
+        self._cache = RankCache(model, axes, spec.rank, size, spec.num_blocks)
         self._contents: dict[Operation, Contents] = {
-            "read": Contents((spec.seed, 0), self._model, num_moved),
-            "write": Contents((spec.seed, 1), self._model, num_moved),
+            "read": Contents((spec.seed, 0), model, len(self._tables["read"])),
+            "write": Contents((spec.seed, 1), model, len(self._tables["write"])),
         }
         # The initial contents of a pool differ on every rank.
         role = ("prefill", "decode").index(spec.role)
-        self._unused = Contents((spec.seed, 2, role, spec.rank), self._model, spec.num_blocks)
-        self._fill()
+        self._unused = Contents((spec.seed, 2, role, spec.rank), model, spec.num_blocks)
+        for layer in range(model.layers):
+            self._cache.layer(layer)[:] = self._expected(layer, [])
+            parent().send((layer + 1, model.layers))
 
         self._kv = KVCache.from_tensors(
             {f"layer.{i}": tensor for i, tensor in enumerate(self._cache.tensors)},
             dtype="bfloat16",
             axes=self._cache.letters,
-            kv_heads=self._model.kv_heads,
+            kv_heads=model.kv_heads,
             tp=(spec.rank, size),
         )
-        self._agent = make_agent(spec.transfer_backend, spec.name)
+        self._agent = make_agent(options.transfer_backend, spec.name)
         self._registration = self._agent.register(self._kv)
         self._peers: list[tuple[Any, TransferPlan]] = []
 
@@ -134,30 +125,17 @@ class DemoRank:
         """Return the hello for the other role, and the bytes of the cache."""
         return self._agent.hello(self._kv), self._cache.num_bytes
 
-    def _fill(self) -> None:
-        """Fill the whole pool, guard blocks included."""
-        holds: list[Operation] = ["read", "write"] if self._spec.role == "prefill" else []
-        layers = self._model.layers
-        for layer in range(layers):
-            for placement in self._expected(holds):
-                self._cache.fill(layer, placement)
-            parent().send((layer + 1, layers))
-
-    def _expected(self, holds: Sequence[Operation]) -> list[Placement]:
-        """Return the expected contents of each block of the pool, guard blocks last."""
-        guards = np.ones(self._spec.num_blocks, dtype=bool)
-        placements = []
-        for name in holds:
-            blocks = np.asarray(self._tables[name], dtype=np.intp)
-            placements.append(Placement(self._contents[name], np.arange(len(blocks)), blocks))
-            guards[blocks] = False
-        (unused,) = np.nonzero(guards)
-        return [*placements, Placement(self._unused, unused, unused)]
+    def _expected(self, layer: int, done: Sequence[Operation]) -> NDArray[np.uint16]:
+        """Return the expected contents of the pool in one layer after some operations."""
+        pages = self._unused.pages(layer, self._cache.heads)
+        for name in ("read", "write") if self._spec.role == "prefill" else done:
+            pages[self._tables[name]] = self._contents[name].pages(layer, self._cache.heads)
+        return pages
 
     def connect(self, hellos: dict[Role, list[bytes]]) -> None:
         """Connect to the ranks of the other role that hold some of the same heads, and plan."""
-        spec, kv_heads = self._spec, self._model.kv_heads
-        me, others = (spec.rank, spec.sizes[spec.role]), spec.sizes[spec.other_role]
+        spec, sizes, kv_heads = self._spec, self._options.sizes, self._model.kv_heads
+        me, others = (spec.rank, sizes[spec.role]), sizes[spec.other_role]
         partners: Sequence[Source | Reader]
         if spec.role == "decode":
             partners = read_sources(kv_heads, local=me, remote_size=others)
@@ -176,10 +154,6 @@ class DemoRank:
         Returns sums over the peers, and the longest of their times (keys that end in ``_s``).
         """
         spec = self._spec
-        if spec.fault is Fault.crash:
-            os._exit(3)
-        if spec.fault is Fault.hang:
-            os.kill(os.getpid(), signal.SIGSTOP)
         local, remote = (spec.tables[role][spec.operation] for role in (spec.role, spec.other_role))
         post = self._agent.read if spec.operation == "read" else self._agent.write
         started = time.perf_counter()
@@ -212,44 +186,23 @@ class DemoRank:
                     raise RunError(f"{spec.name} got an unexpected notification: {note!r}")
                 missing.remove((note.peer, note.message))
 
-    def check(self, done: Sequence[Operation]) -> Checked:
-        """Compare the whole pool with its expected contents after some operations."""
-        holds: Sequence[Operation] = done
-        if self._spec.role == "prefill":
-            holds = ["read", "write"]
-        self._corrupt(holds)
-        *moved, guards = placements = self._expected(holds)
+    def check(self, done: Sequence[Operation]) -> tuple[int, str]:
+        """Count the wrong bytes in the whole pool after some operations; describe the first."""
         wrong_bytes, difference = 0, ""
         layers = self._model.layers
         for layer in range(layers):
-            for placement in placements:
-                wrong, where = self._cache.compare(layer, placement)
-                wrong_bytes += wrong
-                difference = difference or where
+            wrong, where = self._cache.compare(layer, self._expected(layer, done))
+            wrong_bytes += wrong
+            difference = difference or where
             parent().send((layer + 1, layers))
-        block_bytes = self._cache.num_bytes // self._spec.num_blocks
-        return Checked(
-            moved_bytes=sum(len(placement.blocks) for placement in moved) * block_bytes,
-            guard_bytes=len(guards.blocks) * block_bytes,
-            wrong_bytes=wrong_bytes,
-            difference=difference,
-        )
+        return wrong_bytes, difference
 
     def _left(self) -> float:
         """Return the seconds until the deadline."""
         left = self._deadline - time.monotonic()
         if left <= 0:
-            raise RunError(f"{self._spec.name} did not end within {self._spec.timeout_s} s")
+            raise RunError(f"{self._spec.name} did not end within {self._options.timeout_s} s")
         return left
-
-    def _corrupt(self, holds: Sequence[Operation]) -> None:
-        """Flip a bit if a fault is injected."""
-        fault = self._spec.fault
-        if fault is Fault.guard:
-            self._cache.layer(0)[0, 0, 0, 0, 0] ^= 1
-        for operation in holds:
-            if fault is not None and fault.value == operation:
-                self._cache.layer(0)[self._tables[operation][0], 0, 0, 0, 0] ^= 1
 
 
 def _note(sender: str, receiver: str) -> bytes:

@@ -10,18 +10,20 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from rich.console import Console
+
     from pynixlkv.cli.bench.run import BenchReport
     from pynixlkv.cli.demo import DemoReport, OperationReport
 
-__all__ = ["bench_table", "bench_verdict", "demo_table", "info_table", "verdict"]
+__all__ = ["bench_verdict", "info_table", "show_bench", "show_demo"]
 
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.2f} ms"
 
 
-def demo_table(report: DemoReport) -> Table:
-    """Return the demo's results as a table, one column for each operation."""
+def show_demo(report: DemoReport, console: Console) -> None:
+    """Print the demo's results, one column for each operation."""
     roles = ", ".join(
         f"{role} {report.axes[role]} on {size} rank{'s' * (size > 1)}"
         for role, size in report.sizes.items()
@@ -46,17 +48,16 @@ def demo_table(report: DemoReport) -> Table:
     }
     for heading, write in rows.items():
         table.add_row(heading, *(write(operation) for operation in report.operations))
-    return table
-
-
-def verdict(report: DemoReport) -> str:
-    """Return the last line of the demo: the number of compared bytes, and the result."""
-    if not report.ok:
-        return f"FAILED: {report.wrong_bytes:,} bytes differ"
-    return (
+    console.print(table)
+    for difference in report.differences:
+        console.print(difference, style="red", highlight=False)
+    verdict = (
         f"verified {report.verified_bytes:,} bytes: all equal; "
         f"{report.guard_bytes:,} guard bytes: all untouched"
+        if report.ok
+        else f"FAILED: {report.wrong_bytes:,} bytes differ"
     )
+    console.print(verdict, highlight=False, soft_wrap=True)
 
 
 def info_table(report: Mapping[str, Any]) -> Table:
@@ -83,8 +84,8 @@ def _flat(value: object) -> str:
     return _lines(value).replace("\n", " ")
 
 
-def bench_table(report: BenchReport) -> Table:
-    """Return measurements as a table, the limit of each case first."""
+def show_bench(report: BenchReport, console: Console) -> None:
+    """Print measurements, the limit of each case first."""
     before, after = report.load_average
     table = Table(
         title=f"medians of {report.rounds} rounds, load {before:.1f} to {after:.1f}",
@@ -103,7 +104,11 @@ def bench_table(report: BenchReport) -> Table:
                 "" if series.ratio is None else f"{series.ratio:.2f}",
             )
         table.add_section()
-    return table
+    console.print(table)
+    for name, reason in report.absent.items():
+        console.print(f"not measured: {name}: {reason}", highlight=False, markup=False)
+    for line in bench_verdict(report):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def bench_verdict(report: BenchReport) -> list[str]:

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -248,26 +249,18 @@ class AgentConformance:
 
     def test_the_same_blocks_may_be_read_and_written_at_once(self, local: _Local) -> None:
         rounds = 100
-        plan, errors = local.plan(), list[BaseException]()
+        plan = local.plan()
         local.pool.fill(1)
         local.remote.fill(1)
 
         def move(move: Callable[..., Transfer]) -> None:
-            try:
-                for _ in range(rounds):
-                    move(local.peer, plan, [1, 2, 3], [1, 2, 3]).wait(WAIT_S)
-            except BaseException as error:
-                errors.append(error)
+            for _ in range(rounds):
+                move(local.peer, plan, [1, 2, 3], [1, 2, 3]).wait(WAIT_S)
 
-        threads = [
-            threading.Thread(target=move, args=(each,))
-            for each in (local.agent.read, local.agent.write, local.agent.read)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WAIT_S)
-        assert not errors
+        with ThreadPoolExecutor() as threads:
+            agent = local.agent
+            for moved in [threads.submit(move, f) for f in (agent.read, agent.write, agent.read)]:
+                moved.result(WAIT_S)
         # Both sides had the same bytes, so whatever won has changed nothing.
         assert np.array_equal(local.remote_content(), local.pool.bytes)
 
@@ -505,15 +498,9 @@ class AgentConformance:
                     lambda: local.agent.notifications(),
                     lambda: local.agent.hello(),
                 ):
-                    try:
+                    with pytest.raises(ForkError):
                         use()
-                    except ForkError:
-                        status = 0
-                    else:
-                        status = 2
-                        break
-                if not local.agent.close():
-                    status = 3
+                status = 0 if local.agent.close() else 3
             finally:
                 os._exit(status)
         deadline = time.monotonic() + WAIT_S
@@ -541,7 +528,7 @@ class AgentConformance:
             return [r.bytes for r in results]
 
         block_bytes = local.pool.bytes.size // Pool.NUM_BLOCKS
-        # B105: nothing is left behind that a second event loop would stumble over.
+        # Nothing is left behind that a second event loop would stumble over.
         for _ in range(2):
             local.pool.bytes[:] = 0
             assert asyncio.run(pull()) == [block_bytes] * 32
@@ -553,26 +540,20 @@ class AgentConformance:
         local.remote.fill(3)
         each, threads = 100, 4
         plan = local.plan()
-        failures: list[BaseException] = []
 
         def pull(number: int) -> None:
-            try:
-                mine = range(number * 16, number * 16 + 16)
-                for _ in range(each):
-                    local.agent.read(local.peer, plan, mine, mine, notify=b"n").wait(WAIT_S)
-            except BaseException as error:  # reported below
-                failures.append(error)
+            mine = range(number * 16, number * 16 + 16)
+            for _ in range(each):
+                local.agent.read(local.peer, plan, mine, mine, notify=b"n").wait(WAIT_S)
 
-        workers = [threading.Thread(target=pull, args=(n,)) for n in range(threads)]
-        for worker in workers:
-            worker.start()
-        seen = 0
-        deadline = time.monotonic() + WAIT_S
-        while seen < each * threads and not failures and time.monotonic() < deadline:
-            seen += len(local.remote.notifications(0.2))
-        for worker in workers:
-            worker.join()
-        assert failures == []
+        with ThreadPoolExecutor() as pool:
+            pulls = [pool.submit(pull, number) for number in range(threads)]
+            seen = 0
+            deadline = time.monotonic() + WAIT_S
+            while seen < each * threads and time.monotonic() < deadline:
+                seen += len(local.remote.notifications(0.2))
+            for pulled in pulls:
+                pulled.result()
         assert seen == each * threads
         assert np.array_equal(local.pool.bytes, local.remote_content())
 

@@ -110,11 +110,6 @@ class ChildProcess(Channel):
             )
 
     @property
-    def pid(self) -> int:
-        """Process id."""
-        return self.process.pid
-
-    @property
     def is_running(self) -> bool:
         """Whether the process lives."""
         return self.process.poll() is None
@@ -173,7 +168,7 @@ class ChildProcess(Channel):
     def stop(self) -> None:
         """Stop the process (SIGSTOP), and wait until all of its threads stand still."""
         self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
     def resume(self) -> None:
         """Continue the process after `stop` (SIGCONT)."""
@@ -288,10 +283,9 @@ class ProcessGroup:
         for process in self._processes.values():
             process.connection.close()
         for process in self._processes.values():
-            try:
-                status = process.process.wait(self._left())
-            except subprocess.TimeoutExpired:
-                raise process.failed("did not exit after it was told to") from None
+            status = process.end(self._left())
+            if status is None:
+                raise process.failed("did not exit after it was told to")
             if status:
                 raise process.failed(f"exited with {status} at the end")
         return {name: process.output() for name, process in self._processes.items()}
@@ -368,11 +362,8 @@ def find(name: str, kept: object = None) -> Any:  # noqa: ANN401
 
 def _import(name: str, file: str) -> ModuleType:
     """Import a module by name, or from its file: test files are in no package."""
-    try:
+    with contextlib.suppress(ModuleNotFoundError):
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

@@ -6,13 +6,13 @@ A suite written against `Remote` runs in one process and between processes alike
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pynixlkv.agent import Registration
 from pynixlkv.errors import PynixlkvError
 from pynixlkv.geometry import KVCache
+from pynixlkv.testing import FakeAgent
 from pynixlkv.testing.contents import random_bytes
 from pynixlkv.testing.process import ChildProcess, RunError
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pynixlkv.agent import Agent, Peer, Transfer
+    from pynixlkv.agent import Agent, Peer, Registration
     from pynixlkv.testing import FakeNetwork
 
 __all__ = ["LocalRemote", "Pool", "ProcessRemote", "Remote"]
@@ -68,125 +68,97 @@ class Pool:
         return block
 
 
-class Remote(Protocol):
-    """The other side as a suite sees it."""
+class Remote:
+    """The other side of a suite's transfers: an agent with a pool.
 
-    name: str
+    Parameters
+    ----------
+    make : callable
+        Makes an agent from its name.
+    name, axes : str
+        Agent name, axes of the pool.
+    """
+
+    def __init__(
+        self, make: Callable[[str], Agent], name: str = "remote", axes: str = "KBHND"
+    ) -> None:
+        self.name = name
+        self._make = make
+        self._axes = axes
+        self.start()
 
     def start(self) -> None:
         """Make the agent, again after `kill`."""
+        self._pool = Pool(self._axes)
+        self._agent = self._make(self.name)
+        self._agent.register(self._pool.cache)
+        self._peers: dict[str, Peer] = {}
+        self._more: list[Registration] = []
+        self._arrays: list[npt.NDArray[np.uint8]] = []
 
     def hello(self) -> bytes:
         """Return the agent's hello, with the pool's cache."""
-        ...
+        return self._agent.hello(self._pool.cache)
 
     def connect(self, hello: bytes) -> None:
         """Connect the agent to the suite's agent."""
+        peer = self._agent.connect(hello)
+        self._peers[peer.name] = peer
 
     def address(self) -> int:
         """Return the address of the pool."""
-        ...
+        return self._pool.address
 
     def fill(self, seed: int) -> None:
         """Fill the pool with bytes that depend on the seed."""
+        self._pool.fill(seed)
 
     def content(self) -> bytes:
         """Return the pool's bytes."""
-        ...
+        return self._pool.bytes.tobytes()
 
     def notify(self, peer: str, message: bytes) -> None:
         """Send a notification to a connected peer."""
+        self._agent.notify(self._peers[peer], message)
 
     def notifications(self, timeout: float) -> list[tuple[str, bytes]]:
         """Take the notifications that have arrived, as (sender, message)."""
-        ...
+        return [(n.peer, n.message) for n in self._agent.notifications(timeout)]
 
     def register_more(self, nbytes: int, seed: int) -> int:
         """Register another buffer, of `random_bytes`, and return its address."""
-        ...
-
-    def deregister_more(self) -> None:
-        """Deregister the buffers of `register_more`, and keep them."""
-
-    def pause(self) -> None:
-        """Stop the agent, as if its process were stopped."""
-
-    def resume(self) -> None:
-        """Undo `pause`."""
-
-    def kill(self) -> None:
-        """End the agent without warning."""
-
-    def close(self) -> None:
-        """Close the agent."""
-
-
-class _AgentWithPool:
-    """The agent and the pool of a remote, and what its methods do with them."""
-
-    def __init__(self, make: Callable[[str], Agent], name: str, axes: str) -> None:
-        self.pool = Pool(axes)
-        self.agent = make(name)
-        self.agent.register(self.pool.cache)
-        self.peers: dict[str, Peer] = {}
-        self.more: list[Registration | Transfer] = []
-        self.arrays: list[object] = []
-
-    def hello(self) -> bytes:
-        return self.agent.hello(self.pool.cache)
-
-    def connect(self, hello: bytes) -> None:
-        peer = self.agent.connect(hello)
-        self.peers[peer.name] = peer
-
-    def address(self) -> int:
-        return self.pool.address
-
-    def fill(self, seed: int) -> None:
-        self.pool.fill(seed)
-
-    def content(self) -> bytes:
-        return self.pool.bytes.tobytes()
-
-    def notify(self, peer: str, message: bytes) -> None:
-        self.agent.notify(self.peers[peer], message)
-
-    def notifications(self, timeout: float) -> list[tuple[str, bytes]]:
-        return [(n.peer, n.message) for n in self.agent.notifications(timeout)]
-
-    def register_more(self, nbytes: int, seed: int) -> int:
         array = random_bytes(nbytes, seed)
-        self.arrays.append(array)
-        self.more.append(self.agent.register(array))
+        self._arrays.append(array)
+        self._more.append(self._agent.register(array))
         return int(array.__array_interface__["data"][0])
 
     def deregister_more(self) -> None:
-        for registration in self.more:
-            if isinstance(registration, Registration):
-                registration.close()
-        self.more.clear()
+        """Deregister the buffers of `register_more`, and keep them."""
+        for registration in self._more:
+            registration.close()
+        self._more.clear()
 
-    def start_pulling(self, hello: bytes, address: int, nbytes: int) -> None:
-        """Begin to read memory of another agent, and return at once."""
-        array = np.zeros(nbytes, dtype=np.uint8)
-        self.more.append(self.agent.register(array))
-        here = int(array.__array_interface__["data"][0])
-        step = nbytes // 64
-        starts = np.arange(64, dtype=np.uint64) * np.uint64(step)
-        rows = np.zeros((2, 64, 3), dtype=np.uint64)
-        rows[:, :, 0] = starts + np.array([[here], [address]], dtype=np.uint64)
-        rows[:, :, 1] = step
-        peer = self.agent.connect(hello)
-        self.more += [self.agent.read_descriptors(peer, rows[0], rows[1]) for _ in range(20)]
+    def pause(self) -> None:
+        """Stop the agent, as if its process were stopped."""
+        raise NotImplementedError
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """End the agent without warning."""
+        raise NotImplementedError
 
     def close(self) -> None:
-        self.peers.clear()
-        self.agent.close()
-        self.more.clear()
-        self.arrays.clear()
+        """Close the agent."""
+        self._peers.clear()
+        self._agent.close()
+        self._more.clear()
+        self._arrays.clear()
 
 
-class LocalRemote:
+class LocalRemote(Remote):
     """The other side as a fake agent of this process.
 
     Parameters
@@ -198,22 +170,8 @@ class LocalRemote:
     """
 
     def __init__(self, network: FakeNetwork, name: str = "remote", axes: str = "KBHND") -> None:
-        self.name = name
         self._network = network
-        self._axes = axes
-        self._local: _AgentWithPool | None = None
-        self.start()
-
-    def start(self) -> None:
-        """Make the agent, again after `kill`."""
-        from pynixlkv.testing import FakeAgent
-
-        self._local = _AgentWithPool(
-            lambda name: FakeAgent(name, self._network), self.name, self._axes
-        )
-
-    def __getattr__(self, command: str) -> Any:  # noqa: ANN401
-        return getattr(self._local, command)
+        super().__init__(lambda name: FakeAgent(name, network), name, axes)
 
     def pause(self) -> None:
         """Leave operations to the agent pending."""
@@ -228,15 +186,9 @@ class LocalRemote:
         self._network.kill(self.name)
         self.close()
 
-    def close(self) -> None:
-        """Close the agent."""
-        if self._local is not None:
-            self._local.close()
-            self._local = None
-
 
 class ProcessRemote:
-    """The other side in a child process of its own.
+    """The other side in a child process of its own; it has every method of `Remote`.
 
     Parameters
     ----------
@@ -257,15 +209,15 @@ class ProcessRemote:
         hosts: list[ChildProcess] | None = None,
     ) -> None:
         self.name = name
-        self._make = make
-        self._axes = axes
+        self._arguments = make, name, axes
         self._hosts = hosts
         self.start()
 
     def start(self) -> None:
         """Start the process, again after `kill`."""
         self._host = self._hosts.pop() if self._hosts else ChildProcess("the remote process")
-        self._host.call(_AgentWithPool, self._make, self.name, self._axes, keep=True)
+        self._host.call(Remote, *self._arguments, keep=True)
+        self.pause, self.resume, self.kill = self._host.stop, self._host.resume, self._host.kill
 
     def _call(self, command: str, *arguments: object) -> object:
         try:
@@ -279,28 +231,6 @@ class ProcessRemote:
         if command.startswith("_"):
             raise AttributeError(command)
         return functools.partial(self._call, command)
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._host.pid
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the process lives."""
-        return self._host.is_running
-
-    def pause(self) -> None:
-        """Stop the process (SIGSTOP), and wait until all of its threads stand still."""
-        self._host.stop()
-
-    def resume(self) -> None:
-        """Continue the process (SIGCONT)."""
-        self._host.resume()
-
-    def kill(self) -> None:
-        """Kill the process (SIGKILL)."""
-        self._host.kill()
 
     def close(self) -> None:
         """Close the agent and end the process, or give it back; kill it if that fails."""

@@ -37,10 +37,8 @@ def make(request):
 
 
 @pytest.fixture
-def remote(make):
-    remote = ProcessRemote(make)
-    yield remote
-    remote.close()
+def remote(closing, make):
+    return closing(ProcessRemote(make))
 
 
 class Guarded:
@@ -92,6 +90,20 @@ def test_a_peer_killed_at_random_moments_never_gives_wrong_bytes(remote, make):
     assert lost == 8
 
 
+def pull(peer, make, hello, theirs):
+    """Read again and again, until killed."""
+    with make("victim") as agent:
+        buffer = Guarded(SIZE)
+        agent.register(buffer.all)
+        owner = agent.connect(hello)
+        pieces = [(i, SIZE // 64) for i in range(0, SIZE, SIZE // 64)]
+        ends = rows(buffer.address, *pieces), rows(theirs, *pieces)
+        transfers = [agent.read_descriptors(owner, *ends) for _ in range(20)]
+        peer.send("pulling")
+        transfers[-1].wait(WAIT_S)
+        peer.receive()
+
+
 @pytest.mark.parametrize(
     "make",
     # Over TCP, UCX may end the process that is read, and NixlAgent cannot keep it from that; see
@@ -99,12 +111,11 @@ def test_a_peer_killed_at_random_moments_never_gives_wrong_bytes(remote, make):
     [make for name, make in BACKENDS.items() if name != "nixl, tcp"],
     ids=[name for name in BACKENDS if name != "nixl, tcp"],
 )
-def test_a_killed_reader_does_not_harm_the_one_that_is_read(remote, make):
+def test_a_killed_reader_does_not_harm_the_one_that_is_read(remote, make, start_peer):
     theirs = remote.register_more(SIZE, 22)
     for _ in range(3):
-        victim = ProcessRemote(make, "victim")
-        peer_hello = remote.hello()
-        victim.start_pulling(peer_hello, theirs, SIZE)
+        victim = start_peer(pull, make, remote.hello(), theirs)
+        assert victim.receive() == "pulling"
         victim.kill()
     with make("survivor") as agent:
         buffer = Guarded(SIZE)

@@ -1,22 +1,25 @@
 """The bench as a program: every byte compared, every failure reported."""
 
 import dataclasses
+import functools
+import itertools
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 
-import psutil
 import pytest
+from peers import interrupt
 from typer.testing import CliRunner
 
 from bench.gpu import make_cases as make_gpu_cases
+from bench.peers.device import DeviceWorker
 from pynixlkv.cli.app import app
-from pynixlkv.cli.bench.cases import TRANSPORTS, Case, Fault, Series
+from pynixlkv.cli.bench.cases import TRANSPORTS, Case, Series
 from pynixlkv.cli.bench.run import run_cases
+from pynixlkv.cli.bench.transfers import BenchWorker
 from pynixlkv.cli.render import bench_verdict
+from pynixlkv.testing.process import RunError
 
 BENCH = [sys.executable, "-m", "pynixlkv", "bench"]
 KIB = 1 << 10
@@ -37,8 +40,35 @@ def invoke(*options):
         signal.signal(signal.SIGTERM, handler)
 
 
-def measure(*cases, rounds=2):
-    return run_cases(cases, rounds, 100, lambda *_: None)
+def measure(*cases, rounds=2, worker=BenchWorker):
+    return run_cases(cases, rounds, 100, lambda *_: None, worker=worker)
+
+
+class FailingWorker(BenchWorker):
+    """Fails one run in ten."""
+
+    def open(self, case, offers):
+        super().open(case, offers)
+        (end,) = self._initiators.values()
+        end.move = functools.partial(self.move, end.move, itertools.count(1))
+
+    def move(self, move, turns):
+        if next(turns) % 10 == 0:
+            raise RunError("this run fails on purpose")
+        return move()
+
+
+class SpoilingWorker(BenchWorker):
+    """Flips a bit of what has arrived."""
+
+    def open(self, case, offers):
+        super().open(case, offers)
+        for end in self._initiators.values():
+            end.count_wrong = functools.partial(self.spoil, end)
+
+    def spoil(self, end):
+        end.memory.buffer[-1] ^= 1
+        return end.memory.count_wrong(end._expected)
 
 
 def test_every_series_moves_the_right_bytes():
@@ -87,14 +117,14 @@ def test_the_gpu_cases_run_on_the_host():
     cases = make_gpu_cases("cpu", series, total_bytes=KIB << 8, sizes=[16 * KIB])
     # NIXL's agents take long to start.
     with_nixl = dataclasses.replace(cases[-1], series=(Series.memcpy, Series.nixl))
-    report = measure(*cases, with_nixl)
+    report = measure(*cases, with_nixl, worker=DeviceWorker)
     assert report.ok, bench_verdict(report)
     assert len(report.cases) == 5
 
 
 def test_a_run_that_fails_is_counted_and_not_timed():
-    case = Case("cma", "get", "scattered", 4 * KIB, 16, 8, (Series.binding,), fault=Fault.run)
-    report = measure(case, rounds=10)
+    case = Case("cma", "get", "scattered", 4 * KIB, 16, 8, (Series.binding,))
+    report = measure(case, rounds=10, worker=FailingWorker)
     (series,) = report.cases[0].series
     assert (len(series.seconds), series.failures) == (9, 1)
     assert "on purpose" in series.error
@@ -103,7 +133,8 @@ def test_a_run_that_fails_is_counted_and_not_timed():
 
 def test_a_flipped_bit_fails_the_command(monkeypatch):
     series = (Series.memcpy, Series.binding)
-    report = measure(Case("self", "get", "scattered", 4 * KIB, 16, 8, series, fault=Fault.byte))
+    case = Case("self", "get", "scattered", 4 * KIB, 16, 8, series)
+    report = measure(case, worker=SpoilingWorker)
     assert [each.wrong_bytes for each in report.cases[0].series] == [2, 2]  # first and last round
     monkeypatch.setattr("pynixlkv.cli.bench.run.run_bench", lambda *_, **options: report)
     done = invoke()
@@ -152,26 +183,8 @@ def test_a_plot_without_matplotlib_is_refused_with_the_remedy():
     assert 'pip install "pynixlkv[bench]"' in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_an_interrupt_leaves_no_process_behind(number):
-    bench = subprocess.Popen(
-        [*BENCH, "--transport", "cma", "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        # A shell's background job starts with interrupts ignored, and its children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    watched = psutil.Process(bench.pid)
-    deadline = time.monotonic() + 300
-    seen = []
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_leaves_no_process_behind(number, status):
     # Both workers and both processes of ucx_perftest run.
-    while len(seen) < 4:
-        assert time.monotonic() < deadline
-        assert bench.poll() is None
-        psutil.wait_procs(seen, timeout=0.02)
-        seen = watched.children(recursive=True)
-    os.kill(bench.pid, number)
-    bench.communicate(timeout=60)
-    assert bench.returncode == (130 if number is signal.SIGINT else 143)
-    _, alive = psutil.wait_procs(seen, timeout=60)
-    assert alive == []
+    command = [*BENCH, "--transport", "cma", "--json"]
+    assert interrupt(number, lambda children: len(children) >= 4, args=command) == status

@@ -5,19 +5,29 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
+import faulty_demo
 import psutil
 import pytest
+from peers import interrupt
 
 from pynixlkv.cli.models import find_model
 
-DEMO = [sys.executable, "-m", "pynixlkv", "demo", "--json", "--timeout", "300"]
+DEMO = ["demo", "--json", "--timeout", "300"]
 
 
-def run(*options):
+def command(*options, fault=""):
+    """Return how to start the demo: arguments and environment."""
+    program = [faulty_demo.__file__] if fault else ["-m", "pynixlkv"]
+    return {
+        "args": [sys.executable, *program, *DEMO, *options],
+        "env": {**os.environ, "FAULT": fault},
+    }
+
+
+def run(*options, fault=""):
     done = subprocess.run(
-        [*DEMO, *options], check=False, capture_output=True, text=True, timeout=300
+        **command(*options, fault=fault), check=False, capture_output=True, text=True, timeout=300
     )
     return done, json.loads(done.stdout)
 
@@ -34,16 +44,7 @@ def run(*options):
         ["--transfer-backend", "ucx", "--prefill-tp", "2", "--decode-tp", "4"],
         ["--transfer-backend", "ucx", "--prefill-tp", "4", "--decode-tp", "2"],
     ],
-    ids=[
-        "1:1",
-        "2:4",
-        "4:2",
-        "HND to NHD",
-        "packed to cross-layer, 1:2",
-        "ucx, 1:1",
-        "ucx, 2:4",
-        "ucx, 4:2",
-    ],
+    ids=" ".join,
 )
 def test_every_byte_arrives_where_it_belongs(options):
     done, report = run("--blocks", "3", *options)
@@ -72,51 +73,32 @@ def test_a_latent_cache_is_read_once_by_each_rank(prefill_tp, decode_tp):
 
 @pytest.mark.parametrize("fault", ["read", "write", "guard"])
 def test_a_flipped_bit_anywhere_fails_the_run(fault):
-    done, report = run("--blocks", "2", "--fault", fault)
+    done, report = run("--blocks", "2", fault=fault)
     assert done.returncode == 1
     assert report["ok"] is False
     assert report["wrong_bytes"] >= 1
     assert report["differences"][0].startswith("decode-0: layer 0, block ")
 
 
-def test_a_rank_that_dies_fails_the_run_and_is_named():
-    done, report = run("--blocks", "2", "--fault", "crash")
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [("crash", "decode-0 exited with 3 in the middle"), ("hang", "no answer from decode-0")],
+)
+def test_a_rank_that_dies_or_hangs_fails_the_run_and_is_named(fault, error):
+    timeout = ("--timeout", "20") if fault == "hang" else ()
+    done, report = run("--blocks", "2", *timeout, fault=fault)
     assert done.returncode == 1
     assert report["ok"] is False
-    assert "decode-0 exited with 3 in the middle" in report["error"]
+    assert error in report["error"]
 
 
-def test_a_rank_that_hangs_fails_the_run_at_the_deadline():
-    done, report = run("--blocks", "2", "--fault", "hang", "--timeout", "20")
-    assert done.returncode == 1
-    assert "no answer from decode-0" in report["error"]
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_leaves_no_process_behind(number, status):
+    def is_ready(ranks):
+        # Once a rank is stopped, everything is set up and the other rank waits for it.
+        return any(rank.status() == psutil.STATUS_STOPPED for rank in ranks) and len(ranks) == 2
 
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_an_interrupt_leaves_no_process_behind(number):
-    demo = subprocess.Popen(
-        [*DEMO, "--blocks", "2", "--fault", "hang"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        # A shell's background job starts with interrupts ignored, and its children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    watched = psutil.Process(demo.pid)
-    deadline = time.monotonic() + 300
-    ranks = []
-    # Once a rank is stopped, everything is set up and the other rank waits for it.
-    while not any(rank.status() == psutil.STATUS_STOPPED for rank in ranks):
-        assert time.monotonic() < deadline
-        assert demo.poll() is None
-        psutil.wait_procs(ranks, timeout=0.05)
-        ranks = watched.children(recursive=True)
-    os.kill(demo.pid, number)
-    demo.communicate(timeout=60)
-    assert demo.returncode == (130 if number is signal.SIGINT else 143)
-    gone, alive = psutil.wait_procs(ranks, timeout=60)
-    assert len(gone) == 2
-    assert alive == []
+    assert interrupt(number, is_ready, **command("--blocks", "2", fault="hang")) == status
 
 
 def test_the_terminal_shows_a_table_and_the_verified_bytes():

@@ -62,15 +62,11 @@ def test_the_demo_between_two_hosts(hosts, monkeypatch, engine):
     assert all("tcp" in o.transport for o in report.operations)
 
 
-def address(array):
-    return int(array.__array_interface__["data"][0])
-
-
 def own(peer, engine="ucx", name="owner", size=SIZE):
     with make_agent(engine, name) as agent:
         pool = random_bytes(size, 1)
         agent.register(pool)
-        peer.send((agent.hello(), address(pool)))
+        peer.send((agent.hello(), pool.ctypes.data))
         peer.receive()
 
 
@@ -79,7 +75,8 @@ def read_twice(peer, hello, there):
     pool = np.zeros(SIZE, dtype=np.uint8)
     expected = random_bytes(SIZE, 1)
     ours, theirs = (
-        rows(base, *[(i, PIECE) for i in range(0, SIZE, PIECE)]) for base in (address(pool), there)
+        rows(base, *[(i, PIECE) for i in range(0, SIZE, PIECE)])
+        for base in (pool.ctypes.data, there)
     )
     with UcxAgent("reader", config=TCP) as agent:
         agent.register(pool)
@@ -119,7 +116,7 @@ def test_a_pulled_cable_fails_the_transfer_by_its_deadline(hosts, start_peer):
 def reach_out(peer, hello, there):
     """Connect to somebody who cannot be reached, and read."""
     pool = np.zeros(4096, dtype=np.uint8)
-    ends = rows(address(pool), (0, 4096)), rows(there, (0, 4096))
+    ends = rows(pool.ctypes.data, (0, 4096)), rows(there, (0, 4096))
     with UcxAgent("reader", config=TCP) as agent:
         agent.register(pool)
         owner = agent.connect(hello)
@@ -154,7 +151,7 @@ def reach_one_of_two(peer, engine, silent, other):
         transfers = [
             agent.read_descriptors(
                 agent.connect(hello),
-                rows(address(here), (0, PIECE)),
+                rows(here.ctypes.data, (0, PIECE)),
                 rows(there, (0, PIECE)),
                 timeout=WAIT_S,
             )

@@ -45,10 +45,6 @@ KILLS = math.ceil(int(os.environ.get("PYNIXLKV_KILLS", "6")) / len(TRANSPORTS))
 pytestmark = pytest.mark.timeout(60 + 10 * KILLS)
 
 
-def address(array):
-    return int(array.__array_interface__["data"][0])
-
-
 def make_pool(agent, nbytes, allocate):
     return agent.allocate(nbytes) if allocate else np.zeros(nbytes, dtype=np.uint8)
 
@@ -109,7 +105,7 @@ def own(peer, config, allocate):
     pool = make_pool(agent, SIZE, allocate)
     pool[:] = random_bytes(SIZE, SEED)
     agent.register(pool)
-    peer.send((agent.hello(), address(pool)))
+    peer.send((agent.hello(), pool.ctypes.data))
     peer.receive()
 
 
@@ -132,7 +128,7 @@ def test_owners_are_killed_at_random_moments(victims, transport):
                     order = np.array(rng.sample(range(SIZE // PIECE), SIZE // PIECE))
                     transfer = agent.read_descriptors(
                         peer,
-                        scattered(address(inside), range(SIZE // PIECE)),
+                        scattered(inside.ctypes.data, range(SIZE // PIECE)),
                         scattered(there, order),
                         timeout=WAIT_S,
                     )
@@ -165,7 +161,7 @@ def use(peer, config, allocate, hello, there, scratch):
     rng = np.random.default_rng(os.getpid())
     while True:
         order = rng.permutation(SIZE // PIECE)
-        here = scattered(address(pool), range(SIZE // PIECE))
+        here = scattered(pool.ctypes.data, range(SIZE // PIECE))
         pool[:] = 0
         agent.read_descriptors(owner, here, scattered(there, order), timeout=WAIT_S).wait()
         if not np.array_equal(pool.reshape(-1, PIECE), expected[order]):
@@ -184,7 +180,7 @@ def test_users_are_killed_at_random_moments(victims, transport):
         written = make_pool(agent, SIZE + 2 * GUARD, transport["allocate"])
         written[:] = 0xA5
         agent.register(pool, written)
-        given = agent.hello(), address(pool), address(written) + GUARD
+        given = agent.hello(), pool.ctypes.data, written.ctypes.data + GUARD
         notes = 0
         for victim in victims(use, *transport.values(), *given):
             hello = victim.receive()
@@ -213,7 +209,7 @@ def test_users_are_killed_at_random_moments(victims, transport):
         with UcxAgent("survivor", config=transport["config"]) as survivor:
             target = np.zeros(SIZE, dtype=np.uint8)
             survivor.register(target)
-            ends = rows(address(target), (0, SIZE)), rows(address(pool), (0, SIZE))
+            ends = rows(target.ctypes.data, (0, SIZE)), rows(pool.ctypes.data, (0, SIZE))
             transfer = survivor.read_descriptors(survivor.connect(given[0]), *ends)
             transfer.wait(WAIT_S)
             assert transfer.state is TransferState.DONE
@@ -227,7 +223,7 @@ def serve(peer, config):
     pool = np.zeros(SIZE, dtype=np.uint8)
     pool[:] = random_bytes(SIZE, SEED)
     agent.register(pool)
-    peer.send((agent.hello(), address(pool)))
+    peer.send((agent.hello(), pool.ctypes.data))
     while (hello := peer.receive()) is not None:
         connected = agent.connect(hello)
         deadline = time.monotonic() + WAIT_S
@@ -253,7 +249,7 @@ def ask_for_much(peer, config, hello, there):
     agent, pool, owner = begin_to_read(peer, config, hello)
     reads = [
         agent.read_descriptors(
-            owner, rows(address(pool), (0, SIZE)), rows(there, (0, SIZE)), timeout=WAIT_S
+            owner, rows(pool.ctypes.data, (0, SIZE)), rows(there, (0, SIZE)), timeout=WAIT_S
         )
         for _ in range(64)
     ]
@@ -285,7 +281,7 @@ def test_an_owner_outlives_readers_that_it_owes_bytes(start_peer):
     with UcxAgent("survivor", config=config) as survivor:
         target = np.zeros(SIZE, dtype=np.uint8)
         survivor.register(target)
-        ends = rows(address(target), (0, SIZE)), rows(there, (0, SIZE))
+        ends = rows(target.ctypes.data, (0, SIZE)), rows(there, (0, SIZE))
         survivor.read_descriptors(survivor.connect(hello), *ends, timeout=WAIT_S).wait()
         assert np.array_equal(target, random_bytes(SIZE, SEED))
     owner.send(None)
@@ -296,7 +292,7 @@ def ask_and_be_killed(peer, config, op, hello, there):
     """Read all; then post far more when told so, to an owner that stands still."""
     agent, pool, owner = begin_to_read(peer, config, hello)
     pieces = range(SIZE // PIECE)
-    ends = scattered(address(pool), pieces), scattered(there, pieces)
+    ends = scattered(pool.ctypes.data, pieces), scattered(there, pieces)
     agent.read_descriptors(owner, *ends).wait(WAIT_S)
     assert np.array_equal(pool, random_bytes(SIZE, SEED))
     peer.send("has read")

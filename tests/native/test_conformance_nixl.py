@@ -14,24 +14,17 @@ from pynixlkv.testing.remote import ProcessRemote
 class _OnNixl:
     backend_params: dict[str, str]
 
-    @pytest.fixture
-    def make_agent(self):
-        made = []
-
-        def make(name, **options):
-            made.append(NixlAgent(name, backend_params=self.backend_params, **options))
-            return made[-1]
-
-        yield make
-        for agent in made:
-            agent.close()
+    @property
+    def make(self):
+        return functools.partial(NixlAgent, backend_params=self.backend_params)
 
     @pytest.fixture
-    def remote(self, hosts):
-        make = functools.partial(NixlAgent, backend_params=self.backend_params)
-        remote = ProcessRemote(make, hosts=hosts)
-        yield remote
-        remote.close()
+    def make_agent(self, closing):
+        return lambda name, **options: closing(self.make(name, **options))
+
+    @pytest.fixture
+    def remote(self, closing, hosts):
+        return closing(ProcessRemote(self.make, hosts=hosts))
 
 
 class TestNixlOverTcp(_OnNixl, HungPeerConformance):

@@ -15,29 +15,17 @@ class _OnUcx:
     config: dict[str, str]
     error_handling = True
 
-    def make(self, name, **options):
-        return UcxAgent(name, config=self.config, error_handling=self.error_handling, **options)
+    @property
+    def make(self):
+        return functools.partial(UcxAgent, config=self.config, error_handling=self.error_handling)
 
     @pytest.fixture
-    def make_agent(self):
-        made = []
-
-        def make(name, **options):
-            made.append(self.make(name, **options))
-            return made[-1]
-
-        yield make
-        for agent in made:
-            agent.close()
+    def make_agent(self, closing):
+        return lambda name, **options: closing(self.make(name, **options))
 
     @pytest.fixture
-    def remote(self, hosts):
-        remote = ProcessRemote(
-            functools.partial(UcxAgent, config=self.config, error_handling=self.error_handling),
-            hosts=hosts,
-        )
-        yield remote
-        remote.close()
+    def remote(self, closing, hosts):
+        return closing(ProcessRemote(self.make, hosts=hosts))
 
 
 class TestUcxOverTcp(_OnUcx, HungPeerConformance):

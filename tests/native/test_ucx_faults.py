@@ -25,16 +25,11 @@ SIZE = 64 << 20
 
 
 @pytest.fixture
-def start_remote():
-    remotes = []
-
+def start_remote(closing):
     def start(name="remote", **options):
-        remotes.append(ProcessRemote(functools.partial(UcxAgent, **options), name))
-        return remotes[-1]
+        return closing(ProcessRemote(functools.partial(UcxAgent, **options), name))
 
-    yield start
-    for remote in remotes:
-        remote.close()
+    return start
 
 
 @pytest.mark.parametrize("sides", ["self self", "self tcp", "tcp self"])

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import subprocess
+import time
+
+import psutil
 
 from pynixlkv.testing.process import DEADLINE_S, Channel, ChildProcess, find, name_of, parent
 
@@ -37,3 +43,27 @@ class Peer(ChildProcess):
 def _run(name, *args):
     parent().connection.send(("result", find(name)(parent(), *args)))
     raise SystemExit
+
+
+def interrupt(number, is_ready, **command):
+    """Signal a program once its child processes are ready; they end with it. Returns its status."""
+    program = subprocess.Popen(
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # A shell's background job starts with interrupts ignored, and its children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **command,
+    )
+    deadline = time.monotonic() + DEADLINE_S
+    children = []
+    while not is_ready(children):
+        assert time.monotonic() < deadline
+        assert program.poll() is None
+        psutil.wait_procs(children, timeout=0.02)
+        children = psutil.Process(program.pid).children(recursive=True)
+    os.kill(program.pid, number)
+    program.communicate(timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert alive == []
+    return program.returncode

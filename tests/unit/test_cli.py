@@ -1,4 +1,4 @@
-"""The command line without transfers: options, contents, sizes, ranks that fail."""
+"""The command line without transfers: options, contents, sizes."""
 
 import io
 import json
@@ -10,12 +10,10 @@ import pytest
 from rich.console import Console
 
 from pynixlkv.cli import demo
-from pynixlkv.cli.cache import Contents, Placement, RankCache, dimension_letters
+from pynixlkv.cli.cache import Contents, RankCache, dimension_letters
 from pynixlkv.cli.models import MODELS, Model, find_model
-from pynixlkv.cli.rank import DemoRank, RankSpec
 from pynixlkv.cli.render import info_table
 from pynixlkv.errors import LayoutError
-from pynixlkv.testing.process import ProcessGroup, RunError
 
 TINY = Model("tiny", layers=2, kv_heads=4, dim=8, block_size=4)
 TINY_LATENT = Model("tiny-latent", layers=2, kv_heads=None, dim=12, axes="BND", block_size=4)
@@ -82,7 +80,7 @@ def test_sizes_are_those_of_the_models():
 def test_no_two_pages_and_no_two_places_of_a_page_are_alike(model):
     contents = Contents((1,), model, 5)
     heads = range(model.kv_heads or 1)
-    layers = [contents.pages(layer, heads, np.arange(5)) for layer in range(model.layers)]
+    layers = [contents.pages(layer, heads) for layer in range(model.layers)]
     pages = np.stack(layers).reshape(-1, model.page_elems)
     assert len(np.unique(pages, axis=0)) == len(pages)
     assert len(np.unique(pages.reshape(-1, 4), axis=0)) == pages.size // 4
@@ -91,33 +89,32 @@ def test_no_two_pages_and_no_two_places_of_a_page_are_alike(model):
 @pytest.mark.parametrize("axes", ATTENTION_AXES)
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_contents_depend_on_the_global_place_alone(axes, size):
-    contents, blocks = Contents((7,), TINY, 3), np.array([4, 1, 2])
-    whole = [contents.pages(layer, range(4), np.arange(3)) for layer in range(TINY.layers)]
+    contents = Contents((7,), TINY, 3)
+    whole = [contents.pages(layer, range(4)) for layer in range(TINY.layers)]
     for rank in range(size):
-        cache = RankCache(TINY, axes, rank, size, 6)
+        cache = RankCache(TINY, axes, rank, size, 3)
         letters = dimension_letters(axes, TINY)
         heads = [rank * 4 // size] if size > 4 else range(rank * 4 // size, (rank + 1) * 4 // size)
         for layer in range(TINY.layers):
-            cache.fill(layer, Placement(contents, np.arange(3), blocks))
-        for layer, number, part, head, token, elem in np.ndindex(
+            cache.layer(layer)[:] = contents.pages(layer, cache.heads)
+        for layer, block, part, head, token, elem in np.ndindex(
             TINY.layers, 3, 2, len(heads), TINY.block_size, TINY.dim
         ):
             # The place of the element, letter by letter.
-            place = {"L": layer, "K": part, "B": blocks[number], "H": head, "N": token, "D": elem,
+            place = {"L": layer, "K": part, "B": block, "H": head, "N": token, "D": elem,
                      "C": part * TINY.dim + elem}  # fmt: skip
             tensor = cache.tensors[0 if "L" in letters else layer]
             found = tensor[tuple(place[letter] for letter in letters)]
-            assert found == whole[layer][number, part, heads[head], token, elem]
+            assert found == whole[layer][block, part, heads[head], token, elem]
 
 
 def test_a_wrong_byte_is_counted_and_located():
-    cache, contents = RankCache(TINY, "KBNHD", 1, 2, 6), Contents((7,), TINY, 3)
-    placement = Placement(contents, np.arange(3), np.array([4, 1, 2]))
-    cache.fill(1, placement)
-    assert cache.compare(1, placement) == (0, "")
+    cache = RankCache(TINY, "KBNHD", 1, 2, 3)
+    cache.layer(1)[:] = expected = Contents((7,), TINY, 3).pages(1, cache.heads)
+    assert cache.compare(1, expected) == (0, "")
     # K/V, block, token, local head, element of the second layer; head 0 of rank 1 is global head 2.
     cache.tensors[1][1, 2, 3, 0, 5] ^= 0x0101
-    wrong, where = cache.compare(1, placement)
+    wrong, where = cache.compare(1, expected)
     assert wrong == 2
     assert "layer 1, block 2, V, head 2, token 3, element 5" in where
 
@@ -162,25 +159,6 @@ def test_default_pools_are_modest_on_a_large_machine_and_on_a_small_one(model, m
 
 def test_free_memory_is_plausible():
     assert 0 < demo._free_bytes() < 1 << 46
-
-
-def rank_spec(**changes):
-    fields = {
-        "role": "decode", "rank": 0, "sizes": {"prefill": 1, "decode": 1}, "axes": "KBHND",
-        "model": "Llama-3.1-8B", "transfer_backend": "nixl", "num_blocks": 6, "seed": 0,
-        "tables": {"prefill": {"read": [1], "write": [2]}, "decode": {"read": [3], "write": [4]}},
-        "timeout_s": 30.0, "fault": None,
-    }  # fmt: skip
-    return RankSpec(**{**fields, **changes})
-
-
-def test_a_rank_that_fails_is_named_with_its_reason():
-    specs = [rank_spec(), rank_spec(role="prefill", model="GPT-2")]
-    with ProcessGroup({spec.name: {} for spec in specs}, 60) as ranks:
-        for spec in specs:
-            ranks.post([spec.name], DemoRank, spec, keep=True)
-        with pytest.raises(RunError, match=r"(?s)prefill-0 failed: ConfigError.*GPT-2"):
-            ranks.gather("start", ["prefill-0", "decode-0"])
 
 
 def test_the_table_of_libraries_shows_every_value_without_markup():

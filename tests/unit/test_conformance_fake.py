@@ -15,19 +15,9 @@ class TestFakeAgent(HungPeerConformance):
         return FakeNetwork()
 
     @pytest.fixture
-    def make_agent(self, network):
-        made = []
-
-        def make(name, **options):
-            made.append(FakeAgent(name, network, **options))
-            return made[-1]
-
-        yield make
-        for agent in made:
-            agent.close()
+    def make_agent(self, closing, network):
+        return lambda name, **options: closing(FakeAgent(name, network, **options))
 
     @pytest.fixture
-    def remote(self, network):
-        remote = LocalRemote(network)
-        yield remote
-        remote.close()
+    def remote(self, closing, network):
+        return closing(LocalRemote(network))

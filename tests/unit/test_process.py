@@ -51,7 +51,7 @@ def report(total):
 
 def test_functions_and_methods_are_called_with_arguments():
     with ChildProcess() as child:
-        assert child.call(os.getpid) == child.pid != os.getpid()
+        assert child.call(os.getpid) == child.process.pid != os.getpid()
         child.call(Counter, 40, keep=True)
         assert child.call("add", 1, factor=2) == 42
         while child.call("wait_until_idle") < 10:
@@ -77,7 +77,7 @@ def test_a_failure_has_the_traceback_and_the_exception_of_the_child():
         with pytest.raises(RunError, match="KeyError") as caught:
             child.call(fail, KeyError, "x")
         assert caught.value.__cause__ is None
-        assert child.call(os.getpid) == child.pid
+        assert child.call(os.getpid) == child.process.pid
 
 
 def test_a_child_that_ends_early_is_named_with_its_status():
@@ -123,7 +123,7 @@ def test_a_stopped_child_goes_on_where_it_was():
         child.post(os.getpid)
         assert not child.connection.poll(0.2)
         child.resume()
-        assert child.receive() == child.pid
+        assert child.receive() == child.process.pid
 
 
 def test_a_group_reports_progress_and_returns_the_output_of_its_children():

@@ -1,5 +1,1 @@
-"""``pynixlkv bench``: how fast bytes move here, beside what the machine and UCX allow.
-
-`cases` says what is measured, `transfers` has both ends of each way to move bytes, `worker` is the
-process of an end, `perftest` runs UCX's own measurement, and `run` leads them.
-"""
+"""``pynixlkv bench``: how fast bytes move here, beside what the machine and UCX allow."""

@@ -11,7 +11,7 @@ from pynixlkv.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["TRANSPORTS", "Case", "Direction", "Fault", "Series", "Transport", "make_cases"]
+__all__ = ["TRANSPORTS", "Case", "Direction", "Series", "make_cases"]
 
 Direction = Literal["get", "put"]
 
@@ -46,13 +46,6 @@ class Series(str, Enum):
     ucx = "UcxAgent"
     ucx_allocated = "UcxAgent, allocated"
     nixl = "NixlAgent"
-
-
-class Fault(str, Enum):
-    """What to spoil on purpose: one run in ten, or a byte that has arrived."""
-
-    run = "run"
-    byte = "byte"
 
 
 _SCATTERED = (Series.memcpy, Series.binding, Series.ucx, Series.nixl)
@@ -104,8 +97,7 @@ TRANSPORTS = {
 class Case:
     """One thing to measure: one piece again and again, or blocks that are scattered at the target.
 
-    At most `window` pieces are in flight at a time (of the thin binding and ucx_perftest). A device
-    is ``"cpu"``, or one of torch: ``"torch:cuda:0"``.
+    At most `window` pieces are in flight at a time (of the thin binding and ucx_perftest).
     """
 
     transport: str
@@ -115,9 +107,6 @@ class Case:
     count: int
     window: int
     series: tuple[Series, ...]
-    initiator_device: str = "cpu"
-    target_device: str = "cpu"
-    fault: Fault | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -138,26 +127,19 @@ class Case:
         """Return a name for people."""
         unit, name = (_MIB, "MiB") if self.piece_bytes >= _MIB else (_KIB, "KiB")
         how = f"window {self.window}" if self.pattern == "repeated" else "scattered"
-        text = f"{self.transport}: {self.direction} {self.piece_bytes // unit} {name}, {how}"
-        ends = [d.removeprefix("torch:") for d in (self.initiator_device, self.target_device)]
-        arrow = "<-" if self.direction == "get" else "->"
-        return text if set(ends) == {"cpu"} else f"{text}, {ends[0]} {arrow} {ends[1]}"
+        return f"{self.transport}: {self.direction} {self.piece_bytes // unit} {name}, {how}"
 
 
 def make_cases(
-    transports: Iterable[str] | None = None,
-    *,
-    quick: bool = False,
-    series: Sequence[Series] = tuple(Series),
-    fault: Fault | None = None,
+    transports: Iterable[str] | None, *, quick: bool, series: Sequence[Series]
 ) -> list[Case]:
     """Return the cases of a run, grouped by transport; `series` has what can be compared here."""
     if transports is None:
-        names = ["cma", "posix"] if quick else [n for n, t in TRANSPORTS.items() if not t.absent]
-    else:
-        names = list(transports)
+        transports = (
+            ("cma", "posix") if quick else (n for n, t in TRANSPORTS.items() if not t.absent)
+        )
     cases = []
-    for name in names:
+    for name in transports:
         if name not in TRANSPORTS:
             raise ConfigError(f"there is no transport {name!r}; use one of {', '.join(TRANSPORTS)}")
         transport = TRANSPORTS[name]
@@ -168,14 +150,10 @@ def make_cases(
             for direction, size, window in _QUICK_REPEATED_POINTS if quick else _REPEATED_POINTS:
                 most = _MOST_LATENCY_PIECES if window == 1 else _MOST_PIECES
                 count = max(_FEWEST_PIECES, min(most, _REPEATED_BYTES // size))
-                cases.append(
-                    Case(name, direction, "repeated", size, count, window, repeated, fault=fault)
-                )
+                cases.append(Case(name, direction, "repeated", size, count, window, repeated))
         scattered = tuple(s for s in transport.scattered if s in series)
         if len(scattered) > 1:
             for direction, size in _SCATTERED_POINTS[:1] if quick else _SCATTERED_POINTS:
-                count = max(1, _SCATTERED_BYTES // size)
-                cases.append(
-                    Case(name, direction, "scattered", size, count, 64, scattered, fault=fault)
-                )
+                count = _SCATTERED_BYTES // size
+                cases.append(Case(name, direction, "scattered", size, count, 64, scattered))
     return cases

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pynixlkv import _loader
-from pynixlkv.cli.bench.cases import TRANSPORTS, Case, Fault, Series, make_cases
+from pynixlkv.cli.bench.cases import TRANSPORTS, Case, Series, make_cases
 from pynixlkv.cli.bench.perftest import HOW_TO_GET, Perftest
-from pynixlkv.cli.bench.transfers import has_target
-from pynixlkv.cli.bench.worker import BenchWorker
+from pynixlkv.cli.bench.transfers import BenchWorker, has_target
 from pynixlkv.errors import LibraryNotFoundError, PynixlkvError
 from pynixlkv.testing.process import ProcessGroup, RunError
 
@@ -65,8 +64,6 @@ class CaseReport:
     piece_bytes: int
     count: int
     window: int
-    initiator_device: str
-    target_device: str
     limit: str
     series: list[SeriesReport]
 
@@ -97,7 +94,6 @@ def run_bench(
     *,
     quick: bool,
     timeout_s: float,
-    fault: Fault | None,
     on_progress: Callable[[str, int, int], None],
 ) -> BenchReport:
     """Measure on some transports, by default on all that work here.
@@ -113,7 +109,7 @@ def run_bench(
         absent |= {name: reason for name, reason in reasons.items() if reason}
     cases = [
         case
-        for case in make_cases(transports, quick=quick, series=series, fault=fault)
+        for case in make_cases(transports, quick=quick, series=series)
         if transports is not None or case.transport not in absent
     ]
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
@@ -126,6 +122,7 @@ def run_cases(
     timeout_s: float,
     on_progress: Callable[[str, int, int], None],
     absent: dict[str, str] | None = None,
+    worker: type[BenchWorker] = BenchWorker,
 ) -> BenchReport:
     """Measure cases, grouped by transport, in at least two rounds; as `run_bench`."""
     before = os.getloadavg()[0]
@@ -134,10 +131,10 @@ def run_cases(
         names = {_target_of(transport), _INITIATOR}
         environment = TRANSPORTS[transport].environment
         with ProcessGroup(dict.fromkeys(names, environment), timeout_s) as workers:
-            workers.call("start", names, BenchWorker, keep=True)
+            workers.call("start", names, worker, keep=True)
             for case in group:
                 on_progress(case.describe(), len(reports), len(cases))
-                reports.append(_Measurement(workers, case, rounds).report())
+                reports.append(_measure(workers, case, rounds))
             workers.join()
     on_progress("done", len(cases), len(cases))
     return BenchReport(
@@ -155,94 +152,85 @@ def _target_of(transport: str) -> str:
     return _INITIATOR if TRANSPORTS[transport].one_process else _TARGET
 
 
-class _Measurement:
-    """One case between two workers."""
+@dataclass
+class _Tally:
+    """The runs of one series: seconds (None for one that failed), wrong bytes, errors."""
 
-    def __init__(self, workers: ProcessGroup, case: Case, rounds: int) -> None:
-        self._workers = workers
-        self._case = case
-        self._target = _target_of(case.transport)
-        self._perftest = Perftest.find() if Series.perftest in case.series else None
-        self._times: dict[Series, list[float | None]] = {s: [] for s in case.series}
-        self._wrong = dict.fromkeys(case.series, 0)
-        self._errors: dict[Series, list[str]] = {s: [] for s in case.series}
-        offers = self._ask(self._target, "offer", case)
-        self._ask(_INITIATOR, "open", case, offers)
-        # The first round warms up and is not counted.
-        for number in range(rounds + 1):
-            # Alternate the order, so that no series always follows the same other one.
-            order = case.series if number % 2 else case.series[::-1]
-            for series in order:
-                self._run(series, compare=number in (0, rounds), counts=number > 0)
-        self._ask(_INITIATOR, "close")
-        self._ask(self._target, "close")
+    times: list[float | None] = field(default_factory=list)
+    wrong_bytes: int = 0
+    errors: list[str] = field(default_factory=list)
 
-    def _ask(self, worker: str, method: str, *args: object, **kwargs: bool) -> Any:  # noqa: ANN401
-        return self._workers.call(method, [worker], method, *args, **kwargs)[worker]
-
-    def _run(self, series: Series, *, compare: bool, counts: bool) -> None:
-        if series is Series.perftest:
-            if counts:
-                self._times[series].append(self._run_perftest())
-            return
-        arrives_at_target = self._case.direction == "put" and has_target(series)
-        if has_target(series):
-            self._ask(self._target, "serve", series, clear=compare and arrives_at_target)
-        seconds, wrong_bytes, error = self._ask(
-            _INITIATOR, "run", series, compare=compare and not arrives_at_target
-        )
-        if has_target(series):
-            wrong_bytes += self._ask(self._target, "rest", compare=compare and arrives_at_target)
-        if error:
-            self._errors[series].append(error)
-        else:
-            self._wrong[series] += wrong_bytes
-        if counts:
-            self._times[series].append(None if error else seconds)
-
-    def _run_perftest(self) -> float | None:
-        assert self._perftest is not None
-        try:
-            return self._perftest.run(self._case)
-        except RunError as error:
-            self._errors[Series.perftest].append(str(error))
-            return None
-
-    def report(self) -> CaseReport:
-        """Return the results."""
-        case = self._case
-        limit = case.series[0]
-        return CaseReport(
-            name=case.describe(),
-            transport=case.transport,
-            operation=case.direction,
-            pattern=case.pattern,
-            piece_bytes=case.piece_bytes,
-            count=case.count,
-            window=case.window,
-            initiator_device=case.initiator_device,
-            target_device=case.target_device,
-            limit=limit.value,
-            series=[self._summarise(series, limit) for series in case.series],
-        )
-
-    def _summarise(self, series: Series, limit: Series) -> SeriesReport:
-        times = [seconds for seconds in self._times[series] if seconds is not None]
-        rounds = zip(self._times[limit], self._times[series], strict=True)
+    def report(self, series: Series, case: Case, limit: _Tally) -> SeriesReport:
+        times = [seconds for seconds in self.times if seconds is not None]
+        rounds = zip(limit.times, self.times, strict=True)
         ratios = [best / own for best, own in rounds if best is not None and own is not None]
-        errors = self._errors[series]
         middle = median(times) if times else 0.0
         return SeriesReport(
             series=series.value,
             seconds=times,
             median_s=middle,
-            gb_per_s=self._case.num_bytes / middle / 1e9 if middle else 0.0,
-            us_per_piece=middle / self._case.count * 1e6,
-            ratio=median(ratios) if ratios and series is not limit else None,
-            failures=len(errors),
-            wrong_bytes=self._wrong[series],
-            error=errors[0] if errors else "",
+            gb_per_s=case.num_bytes / middle / 1e9 if middle else 0.0,
+            us_per_piece=middle / case.count * 1e6,
+            ratio=median(ratios) if ratios and self is not limit else None,
+            failures=len(self.errors),
+            wrong_bytes=self.wrong_bytes,
+            error=self.errors[0] if self.errors else "",
         )
+
+
+def _measure(workers: ProcessGroup, case: Case, rounds: int) -> CaseReport:
+    """Measure one case between two workers."""
+
+    def ask(worker: str, method: str, *args: object, **kwargs: bool) -> Any:  # noqa: ANN401
+        return workers.call(method, [worker], method, *args, **kwargs)[worker]
+
+    def run(series: Series, *, compare: bool) -> tuple[float, int, str]:
+        if series is Series.perftest:
+            assert perftest is not None
+            try:
+                return perftest.run(case), 0, ""
+            except RunError as failure:
+                return 0.0, 0, str(failure)
+        if not has_target(series):
+            return tuple(ask(_INITIATOR, "run", series, compare=compare))
+        compares_target = compare and case.direction == "put"
+        ask(target, "serve", series, clear=compares_target)
+        compares_initiator = compare and case.direction == "get"
+        seconds, wrong_bytes, error = ask(_INITIATOR, "run", series, compare=compares_initiator)
+        return seconds, wrong_bytes + ask(target, "rest", compare=compares_target), error
+
+    target = _target_of(case.transport)
+    perftest = Perftest.find() if Series.perftest in case.series else None
+    tallies = {series: _Tally() for series in case.series}
+    ask(_INITIATOR, "open", case, ask(target, "offer", case))
+    # The first round warms up and is not timed.
+    for number in range(rounds + 1):
+        # Alternate the order, so that no series always follows the same other one.
+        for series in case.series if number % 2 else case.series[::-1]:
+            if series is Series.perftest and number == 0:
+                continue
+            seconds, wrong_bytes, error = run(series, compare=number in (0, rounds))
+            tally = tallies[series]
+            if error:
+                tally.errors.append(error)
+            else:
+                tally.wrong_bytes += wrong_bytes
+            if number > 0:
+                tally.times.append(None if error else seconds)
+    ask(_INITIATOR, "close")
+    ask(target, "close")
+    limit = case.series[0]
+    return CaseReport(
+        name=case.describe(),
+        transport=case.transport,
+        operation=case.direction,
+        pattern=case.pattern,
+        piece_bytes=case.piece_bytes,
+        count=case.count,
+        window=case.window,
+        limit=limit.value,
+        series=[tally.report(each, case, tallies[limit]) for each, tally in tallies.items()],
+    )
 
 
 def _absent_series() -> dict[str, str]:

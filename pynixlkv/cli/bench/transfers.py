@@ -1,15 +1,17 @@
-"""The two ends of a transfer for each series: the target with its memory, and the initiator."""
+"""The two ends of a transfer for each series, and the process that has them."""
 
 from __future__ import annotations
 
+import mmap
 import time
+from collections.abc import Callable
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from pynixlkv.cli.bench.cases import TRANSPORTS, Case, Series
-from pynixlkv.cli.bench.memory import Memory
+from pynixlkv.errors import PynixlkvError
 from pynixlkv.testing.contents import random_bytes
 
 if TYPE_CHECKING:
@@ -18,15 +20,46 @@ if TYPE_CHECKING:
     from pynixlkv.agent import Agent
     from pynixlkv.ucx import Context, Endpoint, Worker
 
-__all__ = ["Initiator", "Target", "has_target"]
+__all__ = ["BenchWorker", "Memory", "Offer", "Role", "has_target"]
 
+Role = Literal["target", "initiator"]
 # The address of the target's memory, and what else the initiator needs to reach it.
 Offer = tuple[int, list[bytes]]
+MakeMemory = Callable[[], "Memory"]
 
 _TIMEOUT_S = 60.0
-_TARGET_SEED, _INITIATOR_SEED, _ORDER_SEED = 1, 2, 3
+_CONTENT_SEED, _ORDER_SEED = 1, 2
+_CLEAR = 0xA5
 # How long a target progresses before it looks for the next call.
 _TURN_S = 1e-3
+
+
+class Memory:
+    """Memory of numpy, or a given array."""
+
+    def __init__(self, nbytes: int, array: npt.NDArray[Any] | None = None) -> None:
+        if array is None:
+            # At the start of a page, as pools are.
+            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            array = np.frombuffer(pages, dtype=np.uint8)
+        self.buffer: Any = array.view(np.uint8)
+        self.address = int(array.ctypes.data)
+
+    def fill(self, values: npt.NDArray[np.uint8] | int = _CLEAR) -> None:
+        """Set all bytes, by default to one value."""
+        self.buffer[:] = values
+
+    def count_wrong(self, expected: npt.NDArray[np.uint8]) -> int:
+        """Return how many bytes differ from the expected ones."""
+        return int(np.count_nonzero(self.buffer != expected))
+
+    def make_copier(
+        self, source: Memory, order: npt.NDArray[np.int64], piece_bytes: int
+    ) -> Callable[[], Any]:
+        """Return a function that copies pieces of other memory to this, in an order."""
+        there, here = (memory.buffer.reshape(-1, piece_bytes) for memory in (source, self))
+        # Without a mode that needs no check, numpy copies through a buffer of its own.
+        return lambda: np.take(there, order, axis=0, out=here, mode="clip")
 
 
 def _order(case: Case) -> npt.NDArray[np.int64]:
@@ -43,27 +76,67 @@ def _offsets(case: Case) -> npt.NDArray[np.uint64]:
     return (np.stack([here, order], axis=1) * case.piece_bytes).astype(np.uint64)
 
 
-def _descriptors(case: Case, column: int, address: int) -> npt.NDArray[np.uint64]:
-    """Return address, length and device of each piece on one side."""
-    rows = np.zeros((case.count, 3), dtype=np.uint64)
-    rows[:, 0] = _offsets(case)[:, column] + np.uint64(address)
-    rows[:, 1] = case.piece_bytes
-    return rows
+def has_target(series: Series) -> bool:
+    """Return whether a series needs a target of this program."""
+    return series not in (Series.memcpy, Series.perftest)
 
 
-def _target_content(series: Series, case: Case) -> npt.NDArray[np.uint8]:
-    """Return the bytes that are read from the target."""
-    if _is_unwritten(series, case):
-        return np.zeros(case.memory_bytes, dtype=np.uint8)
-    return random_bytes(case.memory_bytes, _TARGET_SEED)
+class _End:
+    """One end of a series, whose memory is the source of the bytes or takes them."""
+
+    def __init__(self, series: Series, case: Case, role: Role, memory: Memory) -> None:
+        self._case = case
+        self.memory = memory
+        # ucx_perftest reads memory that was never written, which Linux maps to one page of zeros.
+        is_unwritten = (series, case.pattern, case.direction) == (Series.binding, "repeated", "get")
+        nbytes = case.memory_bytes
+        content = (
+            np.zeros(nbytes, np.uint8) if is_unwritten else random_bytes(nbytes, _CONTENT_SEED)
+        )
+        is_read = case.direction == "get" or series is Series.memcpy
+        if is_read == (role == "initiator"):
+            pieces = content.reshape(-1, case.piece_bytes)
+            order = _order(case)[: len(pieces)]
+            self._expected = pieces[order if is_read else np.argsort(order)].reshape(-1)
+        elif not is_unwritten:
+            memory.fill(content)
+
+    def count_wrong(self) -> int:
+        """Return how many bytes have not arrived."""
+        return self.memory.count_wrong(self._expected)
+
+    def offer(self) -> Offer:
+        """Return what the other end needs to connect."""
+        raise NotImplementedError
+
+    def connect(self, offer: Offer) -> None:
+        """Connect to the other end."""
+
+    def progress(self) -> bool:
+        """Take part in the transfers of the other end; False if that is not needed."""
+        return False
+
+    def move(self) -> float:
+        """Move everything once and return the seconds it took."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close the end."""
 
 
-def _is_unwritten(series: Series, case: Case) -> bool:
-    """Whether a get reads memory that was never written, because ucx_perftest's does.
+class _Memcpy(_End):
+    """A copy of as many pieces inside this process."""
 
-    Linux maps such memory to one page of zeros, which stays in the cache.
-    """
-    return series is Series.binding and case.pattern == "repeated" and case.direction == "get"
+    def __init__(self, series: Series, case: Case, role: Role, make_memory: MakeMemory) -> None:
+        super().__init__(series, case, role, make_memory())
+        source = make_memory()
+        source.fill(random_bytes(case.memory_bytes, _CONTENT_SEED))
+        self._copy = self.memory.make_copier(source, _order(case), case.piece_bytes)
+
+    def move(self) -> float:
+        started = time.perf_counter()
+        self._copy()
+        return time.perf_counter() - started
 
 
 def _new_worker() -> tuple[Context, Worker]:
@@ -77,22 +150,21 @@ def _new_worker() -> tuple[Context, Worker]:
 _only_worker = cache(_new_worker)
 
 
-class _BindingEnd:
+class _BindingEnd(_End):
     """A worker and mapped memory of the thin binding."""
 
-    def __init__(self, case: Case, device: str) -> None:
+    def __init__(self, series: Series, case: Case, role: Role, make_memory: MakeMemory) -> None:
         make_worker = _only_worker if TRANSPORTS[case.transport].one_process else _new_worker
-        self._context, self._worker = make_worker()
-        self._case = case
+        context, self._worker = make_worker()
         self._endpoint: Endpoint | None = None
         if case.pattern == "repeated":
             # Compared with ucx_perftest, whose memory UCX allocates.
-            self._mapped = self._context.allocate(case.memory_bytes)
-            array = np.frombuffer(self._mapped.buffer, dtype=np.uint8)
-            self.memory = Memory(case.memory_bytes, array=array)
+            self._mapped = context.allocate(case.memory_bytes)
+            memory = Memory(case.memory_bytes, np.frombuffer(self._mapped.buffer, dtype=np.uint8))
         else:
-            self.memory = Memory(case.memory_bytes, device)
-            self._mapped = self._context.map(self.memory.buffer)
+            memory = make_memory()
+            self._mapped = context.map(memory.buffer)
+        super().__init__(series, case, role, memory)
 
     def offer(self) -> Offer:
         return self.memory.address, [self._worker.address, self._mapped.pack()]
@@ -105,27 +177,26 @@ class _BindingEnd:
     def connect(self, offer: Offer) -> None:
         from pynixlkv.ucx import Endpoint, RemoteKey, get_batch, put_batch
 
-        _, (address, key) = offer
-        error_handling = TRANSPORTS[self._case.transport].error_handling
-        self._endpoint = Endpoint(self._worker, address, error_handling=error_handling)
-        self._key = RemoteKey(self._endpoint, key)
-        self._offsets = _offsets(self._case)
-        self._post = get_batch if self._case.direction == "get" else put_batch
-
-    def run(self) -> float:
         case = self._case
-        started = time.perf_counter()
-        batch = self._post(
+        _, (address, key) = offer
+        error_handling = TRANSPORTS[case.transport].error_handling
+        self._endpoint = Endpoint(self._worker, address, error_handling=error_handling)
+        self._post = partial(
+            get_batch if case.direction == "get" else put_batch,
             self._mapped,
-            self._key,
-            self._offsets,
+            RemoteKey(self._endpoint, key),
+            _offsets(case),
             case.piece_bytes,
             window=case.window,
             timed=case.is_latency,
         )
+
+    def move(self) -> float:
+        started = time.perf_counter()
+        batch = self._post()
         batch.wait(_TIMEOUT_S, spin=True)
-        if case.is_latency:
-            return float(np.median(batch.piece_times)) * case.count
+        if self._case.is_latency:
+            return float(np.median(batch.piece_times)) * self._case.count
         return time.perf_counter() - started
 
     def close(self) -> None:
@@ -134,46 +205,42 @@ class _BindingEnd:
         self._mapped.close()
 
 
-class _AgentEnd:
+class _AgentEnd(_End):
     """An agent with registered memory."""
 
-    def __init__(self, series: Series, case: Case, name: str, device: str) -> None:
-        allocated = None
+    def __init__(self, series: Series, case: Case, role: Role, make_memory: MakeMemory) -> None:
         self._agent: Agent
+        memory = None
         if series is Series.nixl:
             from pynixlkv.nixl import NixlAgent
 
-            self._agent = NixlAgent(name)
+            self._agent = NixlAgent(role)
         else:
             from pynixlkv.ucx import UcxAgent
 
             # Connections to allocated memory notice the death of a peer in any case.
-            error_handling = (
-                series is Series.ucx_allocated or TRANSPORTS[case.transport].error_handling
-            )
-            self._agent = agent = UcxAgent(name, error_handling=error_handling)
-            if series is Series.ucx_allocated and name == "target":
-                allocated = agent.allocate(case.memory_bytes)
-        self._case = case
-        self.memory = Memory(case.memory_bytes, device, allocated)
+            allocates = series is Series.ucx_allocated
+            error_handling = allocates or TRANSPORTS[case.transport].error_handling
+            self._agent = agent = UcxAgent(role, error_handling=error_handling)
+            if allocates and role == "target":
+                memory = Memory(case.memory_bytes, agent.allocate(case.memory_bytes))
+        super().__init__(series, case, role, memory or make_memory())
         self._registration = self._agent.register(self.memory.buffer)
 
     def offer(self) -> Offer:
         return self.memory.address, [self._agent.hello()]
 
-    def progress(self) -> bool:
-        return False  # an agent has a thread for that
-
     def connect(self, offer: Offer) -> None:
+        case = self._case
         address, (hello,) = offer
-        peer = self._agent.connect(hello)
-        local = _descriptors(self._case, 0, self.memory.address)
-        remote = _descriptors(self._case, 1, address)
-        is_get = self._case.direction == "get"
-        post = self._agent.read_descriptors if is_get else self._agent.write_descriptors
-        self._post = partial(post, peer, local, remote, timeout=_TIMEOUT_S)
+        rows = np.zeros((2, case.count, 3), dtype=np.uint64)
+        rows[:, :, 0] = _offsets(case).T + np.array([[self.memory.address], [address]], np.uint64)
+        rows[:, :, 1] = case.piece_bytes
+        agent = self._agent
+        post = agent.read_descriptors if case.direction == "get" else agent.write_descriptors
+        self._post = partial(post, agent.connect(hello), *rows, timeout=_TIMEOUT_S)
 
-    def run(self) -> float:
+    def move(self) -> float:
         started = time.perf_counter()
         self._post().wait()
         return time.perf_counter() - started
@@ -183,89 +250,70 @@ class _AgentEnd:
         self._agent.close()
 
 
-class _Memcpy:
-    """A copy of as many pieces inside this process, or inside the GPU if an end is there."""
+class BenchWorker:
+    """The targets or the initiators of a case; both where a worker reaches only itself."""
 
-    def __init__(self, case: Case) -> None:
-        device = max(case.initiator_device, case.target_device, key=lambda name: name != "cpu")
-        source = Memory(case.memory_bytes, device)
-        source.fill(random_bytes(case.memory_bytes, _TARGET_SEED))
-        self.memory = Memory(case.memory_bytes, device)
-        self._copy = self.memory.make_copier(source, _order(case), case.piece_bytes)
+    def __init__(self) -> None:
+        self._targets: dict[Series, _End] = {}
+        self._initiators: dict[Series, _End] = {}
+        self._serving: _End | None = None
 
-    def run(self) -> float:
-        started = time.perf_counter()
-        self._copy()
-        return time.perf_counter() - started
+    def make_memory(self, case: Case, role: Role, series: Series) -> Memory:  # noqa: ARG002
+        """Make the memory of an end."""
+        return Memory(case.memory_bytes)
+
+    def _make_end(self, series: Series, case: Case, role: Role) -> _End:
+        kinds: dict[Series, Callable[..., _End]] = {
+            Series.memcpy: _Memcpy,
+            Series.binding: _BindingEnd,
+        }
+        make_memory = partial(self.make_memory, case, role, series)
+        return kinds.get(series, _AgentEnd)(series, case, role, make_memory)
+
+    def offer(self, case: Case) -> dict[Series, Offer]:
+        """Make the targets of a case; return what the initiators need to reach them."""
+        for series in filter(has_target, case.series):
+            self._targets[series] = self._make_end(series, case, "target")
+        return {series: target.offer() for series, target in self._targets.items()}
+
+    def open(self, case: Case, offers: dict[Series, Offer]) -> None:
+        """Make the initiators of a case."""
+        for series in case.series:
+            if series is not Series.perftest:
+                self._initiators[series] = end = self._make_end(series, case, "initiator")
+                if series in offers:
+                    end.connect(offers[series])
+
+    def serve(self, series: Series, *, clear: bool) -> None:
+        """Progress the target of a series until `rest`; with `clear`, clear its memory before."""
+        self._serving = self._targets[series]
+        if clear:
+            self._serving.memory.fill()
+
+    def idle(self) -> float | None:
+        """Progress the target that is served."""
+        return 0.0 if self._serving is not None and self._serving.progress() else None
+
+    def rest(self, *, compare: bool) -> int:
+        """End `serve`; return how many bytes are wrong at the target."""
+        serving, self._serving = self._serving, None
+        return serving.count_wrong() if serving is not None and compare else 0
+
+    def run(self, series: Series, *, compare: bool) -> tuple[float, int, str]:
+        """Move everything once; return the seconds, the wrong bytes, and the error if it failed.
+
+        `compare` clears the memory that is read into before, and compares it after.
+        """
+        end = self._initiators[series]
+        try:
+            if compare:
+                end.memory.fill()
+            return end.move(), end.count_wrong() if compare else 0, ""
+        except PynixlkvError as error:
+            return 0.0, 0, f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
-        pass
-
-
-def _make_end(series: Series, case: Case, name: str, device: str) -> _BindingEnd | _AgentEnd:
-    if series is Series.binding:
-        return _BindingEnd(case, device)
-    return _AgentEnd(series, case, name, device)
-
-
-def has_target(series: Series) -> bool:
-    """Return whether a series needs a target of this program."""
-    return series not in (Series.memcpy, Series.perftest)
-
-
-class Target:
-    """The target of a series, its memory filled with the bytes that are read from it."""
-
-    def __init__(self, series: Series, case: Case) -> None:
-        end = _make_end(series, case, "target", case.target_device)
-        self._memory = end.memory
-        if case.direction == "put":
-            content = random_bytes(case.memory_bytes, _INITIATOR_SEED)
-            pieces = np.empty((case.memory_bytes // case.piece_bytes, case.piece_bytes), np.uint8)
-            pieces[_order(case)] = content.reshape(pieces.shape)
-            self._expected = pieces.reshape(-1)
-        elif not _is_unwritten(series, case):
-            self._memory.fill(_target_content(series, case))
-        self.offer = end.offer
-        self.progress = end.progress
-        self.close = end.close
-        self.clear = self._memory.fill
-
-    def count_wrong(self) -> int:
-        """Return how many bytes are wrong after a put."""
-        return self._memory.count_wrong(self._expected)
-
-
-class Initiator:
-    """The initiator of a series; `offer` is the target's, None without one."""
-
-    def __init__(self, series: Series, case: Case, offer: Offer | None) -> None:
-        end: _Memcpy | _BindingEnd | _AgentEnd
-        if offer is None:
-            end = _Memcpy(case)
-        else:
-            end = _make_end(series, case, "initiator", case.initiator_device)
-            end.connect(offer)
-        self._memory = end.memory
-        self._is_read = case.direction == "get" or series is Series.memcpy
-        if self._is_read:
-            pieces = _target_content(series, case).reshape(-1, case.piece_bytes)
-            self._expected = pieces[_order(case)[: len(pieces)]].reshape(-1)
-        else:
-            self._expected = random_bytes(case.memory_bytes, _INITIATOR_SEED)
-            self._memory.fill(self._expected)
-        self._run = end.run
-        self.close = end.close
-
-    def run(self, *, compare: bool, spoil: bool = False) -> tuple[float, int]:
-        """Move everything once and return the seconds it took, and how many bytes are wrong.
-
-        `compare` clears the memory that is read into before, and compares it after; `spoil` flips a
-        bit in between.
-        """
-        if compare and self._is_read:
-            self._memory.fill()
-        seconds = self._run()
-        if spoil:
-            self._memory.corrupt()
-        return seconds, self._memory.count_wrong(self._expected) if compare else 0
+        """Close the ends of the case."""
+        for end in (*self._initiators.values(), *self._targets.values()):
+            end.close()
+        self._initiators, self._targets = {}, {}
