@@ -20,7 +20,6 @@
 #include "nixl/library.hpp"
 #include "transfer/agent.hpp"
 #include "transfer/fake_driver.hpp"
-#include "transfer/plan_source.hpp"
 #include "ucx/driver.hpp"
 
 namespace py = pybind11;
@@ -111,8 +110,8 @@ std::shared_ptr<Transfer> submit_descriptors(Agent& agent, int op, std::shared_p
                                              const RowArray& local, const RowArray& remote,
                                              std::optional<Bytes> notify, double timeout) {
     Submission submission = make_submission(op, std::move(peer), std::move(notify), timeout);
-    submission.local_extents = copy_rows(local);
-    submission.remote_extents = copy_rows(remote);
+    submission.local = copy_rows(local);
+    submission.remote = copy_rows(remote);
     const py::gil_scoped_release release;
     return agent.submit(std::move(submission));
 }
@@ -121,8 +120,8 @@ std::shared_ptr<Transfer> submit_plan(Agent& agent, int op, std::shared_ptr<Peer
                                       const std::shared_ptr<kv::BlockTables>& tables,
                                       std::optional<Bytes> notify, double timeout) {
     Submission submission = make_submission(op, std::move(peer), std::move(notify), timeout);
+    submission.tables = tables;
     const py::gil_scoped_release release;
-    transfer::set_plan(submission, tables);
     return agent.submit(std::move(submission));
 }
 
