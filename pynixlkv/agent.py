@@ -521,7 +521,7 @@ class Agent(Closeable, ABC):
             warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=2)
         if not self._native.close(0.0):
             # Its thread and its buffers must outlive the agent until all transfers are quiet.
-            _keeper.quarantine(self._native, self._registrations)
+            _keeper.quarantined.append((self._native, self._registrations))
 
     def __repr__(self) -> str:
         if self._closed:
@@ -539,7 +539,7 @@ class _Keeper:
 
     def __init__(self) -> None:
         self._live: weakref.WeakSet[Agent] = weakref.WeakSet()
-        self._quarantined: list[tuple[_native.transfer.Agent, object]] = []
+        self.quarantined: list[tuple[_native.transfer.Agent, object]] = []
         self._pid = os.getpid()
 
     def add(self, agent: Agent) -> None:
@@ -549,17 +549,14 @@ class _Keeper:
         self._live.add(agent)
 
     def reap(self) -> int:
-        self._quarantined = [entry for entry in self._quarantined if not entry[0].is_closed]
-        return len(self._quarantined)
-
-    def quarantine(self, native: _native.transfer.Agent, memory: object) -> None:
-        self._quarantined.append((native, memory))
+        self.quarantined = [entry for entry in self.quarantined if not entry[0].is_closed]
+        return len(self.quarantined)
 
     def stop_all(self) -> None:
         if os.getpid() != self._pid:
             return
         live = [agent._native for agent in self._live]
-        for native in live + [native for native, _ in self._quarantined]:
+        for native in live + [native for native, _ in self.quarantined]:
             if not native.close(_EXIT_TIMEOUT_S):
                 native.stop(_EXIT_TIMEOUT_S)
 

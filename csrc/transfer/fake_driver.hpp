@@ -11,7 +11,9 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -181,7 +183,8 @@ class FakeDriver : public Driver {
     std::string metadata() override { return std::to_string(self_->token); }
     std::unique_ptr<Connection> connect(const std::string& name,
                                         std::string_view metadata) override {
-        if (metadata.empty() || metadata.find_first_not_of("0123456789") != metadata.npos) {
+        if (metadata.empty() ||
+            metadata.find_first_not_of("0123456789") != std::string_view::npos) {
             throw FakeNetwork::error("connect",
                                      "the metadata of '" + name + "' is not a fake agent's");
         }

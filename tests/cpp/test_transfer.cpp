@@ -183,14 +183,6 @@ TEST_CASE("a read moves exactly the rows, then notifies") {
     CHECK_EQ(t->stats().descriptors, 3U);
 }
 
-TEST_CASE("a write moves the other way") {
-    Pair p;
-    std::iota(p.pool_a.begin(), p.pool_a.end(), static_cast<unsigned char>(77));
-    const auto t = p.a->submit(p.request(Op::kWrite, {0}));
-    CHECK_EQ(end_of(t), State::kDone);
-    CHECK(std::memcmp(p.pool_a.data(), &p.pool_b[63 * kBlock], kBlock) == 0);
-}
-
 TEST_CASE("rows are made on the agent's thread and cut into batches") {
     AgentOptions options;
     options.batch_bytes = 16;
@@ -232,15 +224,6 @@ TEST_CASE("rows that keep coming are prepared once that pays, and move the same 
     p.a->deregister(p.reg_a);  // prepared rows do not keep memory registered
 }
 
-TEST_CASE("a transfer of nothing is done, and its notification still goes out") {
-    Pair p;
-    auto r = p.request(Op::kRead, {});
-    r.notify = "";
-    const auto t = p.a->submit(r);
-    CHECK_EQ(end_of(t), State::kDone);
-    CHECK_EQ(p.b->take_notifications(in(kHang)).size(), 1U);
-}
-
 TEST_CASE("a stopped peer times the transfer out; its memory stays in use until quiet") {
     Pair p;
     p.network->pause("b");
@@ -276,16 +259,6 @@ TEST_CASE("a killed peer ends all its transfers, and comes back as a new generat
     CHECK_EQ(p.peer->generation(), 2U);
     const auto t = p.a->submit(p.request(Op::kRead, {1}));
     CHECK_EQ(end_of(t), State::kDone);
-}
-
-TEST_CASE(
-    "connecting again to the same incarnation gives the same peer; to a live double, an error") {
-    Pair p;
-    CHECK(p.connect("incarnation-1") == p.peer);
-    CHECK_EQ(kind_of([&] { (void)p.connect("other"); }), "DuplicatePeerError");
-    p.a->disconnect(p.peer);
-    CHECK_EQ(kind_of([&] { (void)p.a->submit(p.request(Op::kRead, {1})); }), "StalePeerError");
-    CHECK_EQ(p.connect("other")->generation(), 2U);
 }
 
 TEST_CASE("a library failure fails the transfer and not its neighbours") {
