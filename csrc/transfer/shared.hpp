@@ -256,7 +256,9 @@ class Inbox {
         std::unique_lock lock(mutex_);
         arrived_.wait_until(lock, until, [this] { return !notifications_.empty() || error_; });
         if (notifications_.empty() && error_) {
-            throw Error(*std::exchange(error_, std::nullopt));
+            const Error error = *error_;
+            error_.reset();
+            throw error;
         }
         return std::exchange(notifications_, {});
     }
@@ -360,6 +362,7 @@ class Registrations {
         const std::shared_lock lock(mutex_);
         const auto cover = memory_.cover(rows, whose_);
         std::vector<std::shared_ptr<void>> uses;
+        uses.reserve(cover.owners.size());
         for (const MemoryMap::Owner owner : cover.owners) {
             uses.push_back(Registration::use(by_id_.at(owner)));
         }
