@@ -49,7 +49,7 @@ def serve(peer, config):
         np.frombuffer(allocated.buffer, dtype=np.uint8)[:] = pattern(SIZE, 2)
         worker = Worker(context)
         peer.send((worker.address, mapped.pack(), allocated.pack()))
-        while not peer.has_data():
+        while not peer.connection.poll():
             worker.spin(0.001)
         assert peer.receive() == "stop"
         return array.tobytes()
@@ -88,7 +88,7 @@ class Side:
 def side(start_peer, config):
     side = Side(start_peer(serve, config), config)
     yield side
-    if side.peer.process.poll() is None:
+    if side.peer.is_running:
         side.peer.send("stop")
         side.peer.finish()
     side.endpoint.close()

@@ -64,15 +64,17 @@ def ask(listener, **options):
 def time_out_after(event):
     """Let the time of `fetch` stand still until something has happened to its connection."""
 
-    class Asker(handshake_client._Asker):
-        def _note(self, message):
-            super()._note(message)
-            if message["event"] & event:
-                self._clock = lambda: self._deadline
+    now = [0.0]
+
+    def parse(message):
+        parsed = parse_monitor_message(message)
+        if parsed["event"] & event:
+            now[0] = 2 * TIMEOUT_S
+        return parsed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handshake_client, "_Asker", Asker)
-        patch.setattr(handshake_client, "ObservedClock", lambda: lambda: 0.0)
+        patch.setattr(handshake_client, "parse_monitor_message", parse)
+        patch.setattr(handshake_client, "ObservedClock", lambda: lambda: now[0])
         yield
 
 
