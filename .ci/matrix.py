@@ -32,9 +32,9 @@ ROWS = (
     ("3.13", "numpy", NIXL, UCX),
 )
 SUITES: dict[str, tuple[str, ...]] = {
-    "NixlAgent": ("tests/native/test_conformance_nixl.py::TestNixlByDefault",),
+    "NixlAgent": ("tests/native/test_conformance.py::TestNixlByDefault",),
     "UcxAgent": (
-        "tests/native/test_conformance_ucx.py::TestUcxByDefault",
+        "tests/native/test_conformance.py::TestUcxByDefault",
         # Depends on what a version's requests look like.
         "tests/integration/test_ucx_kills.py::test_an_owner_outlives_readers_that_it_owes_bytes",
     ),

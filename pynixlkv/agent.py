@@ -106,15 +106,7 @@ class Registration(Closeable):
         return sum(span.nbytes for span in self._spans)
 
     def close(self) -> None:
-        """Deregister.
-
-        Raises
-        ------
-        RegistrationInUseError
-            If a transfer that is not quiet still uses the memory.
-        ClosedError
-            If the registration is closed.
-        """
+        """Deregister; raises `RegistrationInUseError` while a transfer may move its bytes."""
         agent = self._agent()
         if agent is None or not self._native.is_open:
             raise ClosedError(f"{self!r} was deregistered before, or its agent is closed")
@@ -179,15 +171,8 @@ class Agent(Closeable, ABC):
     def register(self, *memory: Registerable) -> Registration:
         """Register memory for transfers, without copying it.
 
-        Parameters
-        ----------
-        *memory : KVCache, MemorySpan, torch tensor or numpy array
-            What to register. Tensors and arrays must be contiguous.
-
-        Returns
-        -------
-        Registration
-            A context manager. The agent keeps the memory until the registration is closed.
+        Tensors and arrays must be contiguous. The agent keeps the memory until the registration is
+        closed.
 
         Raises
         ------
@@ -219,17 +204,9 @@ class Agent(Closeable, ABC):
     # ---- peers
 
     def hello(self, *caches: KVCache) -> bytes:
-        """Return this agent's metadata for a peer's `connect`.
+        """Return this agent's metadata for a peer's `connect`, with caches for it to plan against.
 
-        Parameters
-        ----------
-        *caches : KVCache
-            Caches in registered memory, for the peer to plan against.
-
-        Returns
-        -------
-        bytes
-            A secret: every holder can read and write the registered memory.
+        The bytes are a secret: every holder can read and write the registered memory.
 
         Raises
         ------
@@ -256,17 +233,7 @@ class Agent(Closeable, ABC):
         """Connect to the agent of a hello, or update its registered memory if it is connected.
 
         A successor of the same name becomes a new generation, once the old one is lost or
-        disconnected.
-
-        Parameters
-        ----------
-        hello : bytes
-            From `hello` of the other side. Untrusted, and verified before any native code sees it.
-
-        Returns
-        -------
-        Peer
-            The connected generation.
+        disconnected. The hello is untrusted, and verified before any native code sees it.
 
         Raises
         ------
@@ -342,8 +309,6 @@ class Agent(Closeable, ABC):
 
         Parameters
         ----------
-        peer : Peer
-            Where from.
         plan : TransferPlan
             Local geometry against the peer's.
         local_blocks, remote_blocks : array_like of int
@@ -372,13 +337,7 @@ class Agent(Closeable, ABC):
         ClosedError
             If the agent is closed.
         """
-        tables = plan.tables(
-            local_blocks,
-            remote_blocks,
-            num_tokens=num_tokens,
-            local_start=local_start,
-            remote_start=remote_start,
-        )
+        tables = plan.tables(local_blocks, remote_blocks, num_tokens, local_start, remote_start)
         return self._submit(Operation.READ, peer, plan, tables, notify, timeout)
 
     def write(
@@ -398,13 +357,7 @@ class Agent(Closeable, ABC):
 
         The notification is sent when the bytes are visible at the peer.
         """
-        tables = plan.tables(
-            local_blocks,
-            remote_blocks,
-            num_tokens=num_tokens,
-            local_start=local_start,
-            remote_start=remote_start,
-        )
+        tables = plan.tables(local_blocks, remote_blocks, num_tokens, local_start, remote_start)
         return self._submit(Operation.WRITE, peer, plan, tables, notify, timeout)
 
     def _submit(
@@ -430,31 +383,18 @@ class Agent(Closeable, ABC):
         notify: bytes | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
     ) -> Transfer:
-        """Pull memory by descriptors instead of by a plan.
+        """Pull memory by descriptors instead of by a plan; otherwise as `read`.
 
         Parameters
         ----------
-        peer : Peer
-            Where from.
         local, remote : ndarray of uint64, shape (n, 3)
             Descriptors (address, length in bytes, device number), paired by index; those that are
             written must not overlap. Copied before the call returns.
-        notify, timeout
-            As in `read`.
-
-        Returns
-        -------
-        Transfer
-            As from `read`.
 
         Raises
         ------
         PlanError
             If descriptors do not pair, are empty, or overlap on the written side.
-        NotRegisteredError
-            If a descriptor is outside the registered memory of its side.
-        PeerLostError, StalePeerError, ClosedError
-            As in `read`.
         """
         return self._submit_descriptors(Operation.READ, peer, local, remote, notify, timeout)
 
@@ -554,17 +494,9 @@ class Agent(Closeable, ABC):
     def close(self, timeout: float = CLOSE_TIMEOUT_S) -> bool:
         """Cancel all transfers, wait for quiet, deregister, disconnect. Idempotent.
 
-        Parameters
-        ----------
-        timeout : float
-            Longest wait in seconds.
-
-        Returns
-        -------
-        bool
-            Whether all transfers are quiet and everything is released. If not (a peer hangs), a
-            background thread keeps the transfers and their memory until they are quiet; do not
-            reuse the buffers before another call returns True.
+        Returns whether everything is released. If not within `timeout` seconds (a peer hangs), a
+        background thread keeps the transfers and their memory until they are quiet; do not reuse
+        the buffers before another call returns True.
         """
         if os.getpid() != self._pid:
             return True  # only the parent can close its agent
@@ -589,7 +521,7 @@ class Agent(Closeable, ABC):
             warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=2)
         if not self._native.close(0.0):
             # Its thread and its buffers must outlive the agent until all transfers are quiet.
-            _keeper.quarantine(self._native, self._registrations)
+            _keeper.quarantined.append((self._native, self._registrations))
 
     def __repr__(self) -> str:
         if self._closed:
@@ -607,7 +539,7 @@ class _Keeper:
 
     def __init__(self) -> None:
         self._live: weakref.WeakSet[Agent] = weakref.WeakSet()
-        self._quarantined: list[tuple[_native.transfer.Agent, object]] = []
+        self.quarantined: list[tuple[_native.transfer.Agent, object]] = []
         self._pid = os.getpid()
 
     def add(self, agent: Agent) -> None:
@@ -617,17 +549,14 @@ class _Keeper:
         self._live.add(agent)
 
     def reap(self) -> int:
-        self._quarantined = [entry for entry in self._quarantined if not entry[0].is_closed]
-        return len(self._quarantined)
-
-    def quarantine(self, native: _native.transfer.Agent, memory: object) -> None:
-        self._quarantined.append((native, memory))
+        self.quarantined = [entry for entry in self.quarantined if not entry[0].is_closed]
+        return len(self.quarantined)
 
     def stop_all(self) -> None:
         if os.getpid() != self._pid:
             return
         live = [agent._native for agent in self._live]
-        for native in live + [native for native, _ in self._quarantined]:
+        for native in live + [native for native, _ in self.quarantined]:
             if not native.close(_EXIT_TIMEOUT_S):
                 native.stop(_EXIT_TIMEOUT_S)
 

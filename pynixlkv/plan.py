@@ -204,7 +204,6 @@ class TransferPlan:
         self,
         local_blocks: ArrayLike | Mapping[str, ArrayLike],
         remote_blocks: ArrayLike | Mapping[str, ArrayLike],
-        *,
         num_tokens: int | Mapping[str, int] | None = None,
         local_start: int | Mapping[str, int] = 0,
         remote_start: int | Mapping[str, int] = 0,
@@ -285,13 +284,7 @@ class TransferPlan:
         """
         if not isinstance(operation, Operation):
             raise PlanError(f"operation is {operation!r}; expected Operation.READ or WRITE")
-        tables = self.tables(
-            local_blocks,
-            remote_blocks,
-            num_tokens=num_tokens,
-            local_start=local_start,
-            remote_start=remote_start,
-        )
+        tables = self.tables(local_blocks, remote_blocks, num_tokens, local_start, remote_start)
         tables.check_written_once(remote=operation == Operation.WRITE)
         return tables.descriptors()
 
@@ -371,13 +364,7 @@ class TransferPlan:
             raise PlanError("describe takes both block tables or neither")
         if local_blocks is None or remote_blocks is None:
             return PlanDescription(tuple(groups))
-        tables = self.tables(
-            local_blocks,
-            remote_blocks,
-            num_tokens=num_tokens,
-            local_start=local_start,
-            remote_start=remote_start,
-        )
+        tables = self.tables(local_blocks, remote_blocks, num_tokens, local_start, remote_start)
         return PlanDescription(tuple(groups), *tables.totals(), len(tables.descriptors()[0]))
 
     def _per_group(self, what: str, value: Mapping[str, _T] | _T, default: _T) -> dict[str, _T]:

@@ -88,15 +88,7 @@ class TransferResult:
 
 
 class Peer:
-    """One generation of a remote agent; made by `Agent.connect`.
-
-    Parameters
-    ----------
-    native : object
-        Internal.
-    geometries : sequence of Geometry
-        Geometries in the peer's hello.
-    """
+    """One generation of a remote agent; made by `Agent.connect`."""
 
     def __init__(self, native: _native.transfer.Peer, geometries: Sequence[Geometry]) -> None:
         self._native = native
@@ -125,13 +117,7 @@ class Peer:
 
     @property
     def geometry(self) -> Geometry:
-        """The geometry of the one cache that the peer described.
-
-        Raises
-        ------
-        StateError
-            If the peer described none or several.
-        """
+        """The geometry of the one cache that the peer described; else raises `StateError`."""
         if len(self._geometries) != 1:
             raise StateError(
                 f"peer {self.name!r} described {len(self._geometries)} caches; "
@@ -202,7 +188,7 @@ class Transfer(Closeable):
             self._native.message,
             peer=self._peer.name,
             transfer_id=self.id,
-            bytes_done=self._native.stats.bytes_done,
+            bytes_done=self._native.bytes_done,
         )
         cause = self._native.cause
         if cause is not None:
@@ -210,30 +196,16 @@ class Transfer(Closeable):
         return error
 
     def done(self) -> bool:
-        """Return whether the transfer has succeeded, without blocking.
-
-        Raises
-        ------
-        TransferError
-            If it ended without success; the subclass tells how.
-        """
+        """Return whether the transfer has succeeded, without blocking; raises `error` if any."""
         error = self.error
         if error is not None:
             raise error
         return self.state is TransferState.DONE
 
     def wait(self, timeout: float | None = None) -> TransferResult:
-        """Wait for the end.
+        """Wait for the end, `timeout` seconds or until the transfer's own deadline.
 
-        Parameters
-        ----------
-        timeout : float, optional
-            Longest wait in seconds; None waits for the transfer's own deadline.
-
-        Returns
-        -------
-        TransferResult
-            Bytes moved, and times.
+        Blocks without the GIL. Ctrl-C interrupts.
 
         Raises
         ------
@@ -242,10 +214,6 @@ class Transfer(Closeable):
             case the transfer goes on, and `state` is not an end state.
         PeerLostError, TransferCancelled, TransferError
             If the transfer ended in another state than DONE.
-
-        Notes
-        -----
-        Blocks without the GIL. Ctrl-C interrupts.
         """
         # The agent ends the transfer at its own deadline, which bounds this wait.
         if not self._native.wait(float("inf") if timeout is None else timeout):
@@ -263,29 +231,10 @@ class Transfer(Closeable):
 
     @property
     def result(self) -> TransferResult:
-        """Bytes moved, and times.
-
-        Raises
-        ------
-        StateError
-            If the transfer has not ended.
-        TransferError
-            If the transfer ended without success.
-        """
+        """Bytes moved, and times; raises `error`, or `StateError` before the end."""
         if not self.done():
             raise StateError(f"{self!r} has not ended; wait() for it first")
-        stats = self._native.stats
-        return TransferResult(
-            bytes=stats.bytes,
-            descriptors=stats.descriptors,
-            batches=stats.batches,
-            prepared=stats.prepared,
-            queued_s=stats.queued_ns * 1e-9,
-            plan_s=stats.expand_ns * 1e-9,
-            make_s=stats.make_ns * 1e-9,
-            post_s=stats.post_ns * 1e-9,
-            transfer_s=stats.total_ns * 1e-9,
-        )
+        return TransferResult(*self._native.result)
 
     def cancel(self) -> None:
         """End the transfer as cancelled unless it has ended. Does not block.
@@ -295,18 +244,9 @@ class Transfer(Closeable):
         self._cancel(self._native)
 
     def close(self, timeout: float = CLOSE_TIMEOUT_S) -> bool:
-        """Cancel the transfer if it runs, and wait for quiet.
+        """Cancel the transfer if it runs, wait for quiet, and return whether it is quiet.
 
-        Parameters
-        ----------
-        timeout : float
-            Longest wait in seconds.
-
-        Returns
-        -------
-        bool
-            Whether the transfer is quiet. If not, the agent keeps the transfer, and its memory
-            registered, until it is.
+        If not, the agent keeps the transfer, and its memory registered, until it is.
         """
         if not self.state.is_end:
             self.cancel()

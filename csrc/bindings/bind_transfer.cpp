@@ -9,6 +9,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "base/error.hpp"
@@ -20,7 +21,6 @@
 #include "nixl/library.hpp"
 #include "transfer/agent.hpp"
 #include "transfer/fake_driver.hpp"
-#include "transfer/plan_source.hpp"
 #include "ucx/driver.hpp"
 
 namespace py = pybind11;
@@ -29,18 +29,7 @@ namespace pynixlkv::bindings {
 
 namespace {
 
-using transfer::Agent;
-using transfer::AgentOptions;
-using transfer::FakeDriver;
-using transfer::FakeNetwork;
-using transfer::Memory;
-using transfer::Op;
-using transfer::Peer;
-using transfer::Registration;
-using transfer::Span;
-using transfer::Submission;
-using transfer::TimePoint;
-using transfer::Transfer;
+using namespace transfer;
 
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 using RowArray = py::array_t<std::uint64_t, py::array::c_style>;
@@ -71,7 +60,7 @@ std::vector<Span> copy_spans(const RowArray& rows, const std::vector<int>& memor
 using Note = py::typing::Tuple<py::str, py::bytes>;
 
 py::typing::List<Note> take_notifications(Agent& agent, double timeout) {
-    std::vector<transfer::Notification> notes;
+    std::vector<Notification> notes;
     wait_in_slices(timeout, [&](TimePoint until) {
         notes = agent.take_notifications(until);
         return !notes.empty();
@@ -95,6 +84,15 @@ std::optional<Cause> cause(const Transfer& t) {
                                 error->call(), error->detail()));
 }
 
+/// The fields of pynixlkv.transfer.TransferResult.
+auto result(const Transfer& t) {
+    const TransferStats stats = t.stats();
+    const auto seconds = [](std::int64_t ns) { return static_cast<double>(ns) * 1e-9; };
+    return std::tuple(stats.bytes, stats.descriptors, stats.batches, stats.prepared,
+                      seconds(stats.queued_ns), seconds(stats.expand_ns), seconds(stats.make_ns),
+                      seconds(stats.post_ns), seconds(stats.total_ns));
+}
+
 Submission make_submission(int op, std::shared_ptr<Peer> peer, std::optional<Bytes> notify,
                            double timeout) {
     Submission submission;
@@ -111,8 +109,8 @@ std::shared_ptr<Transfer> submit_descriptors(Agent& agent, int op, std::shared_p
                                              const RowArray& local, const RowArray& remote,
                                              std::optional<Bytes> notify, double timeout) {
     Submission submission = make_submission(op, std::move(peer), std::move(notify), timeout);
-    submission.local_extents = copy_rows(local);
-    submission.remote_extents = copy_rows(remote);
+    submission.local = copy_rows(local);
+    submission.remote = copy_rows(remote);
     const py::gil_scoped_release release;
     return agent.submit(std::move(submission));
 }
@@ -121,13 +119,13 @@ std::shared_ptr<Transfer> submit_plan(Agent& agent, int op, std::shared_ptr<Peer
                                       const std::shared_ptr<kv::BlockTables>& tables,
                                       std::optional<Bytes> notify, double timeout) {
     Submission submission = make_submission(op, std::move(peer), std::move(notify), timeout);
+    submission.tables = tables;
     const py::gil_scoped_release release;
-    transfer::set_plan(submission, tables);
     return agent.submit(std::move(submission));
 }
 
 std::shared_ptr<Agent> start(const std::string& name, const Bytes& incarnation,
-                             const transfer::DriverFactory& factory) {
+                             const DriverFactory& factory) {
     AgentOptions options;
     options.incarnation = incarnation.value;
     const py::gil_scoped_release release;
@@ -146,19 +144,6 @@ void bind_transfer(py::module_ m) {
         .def_property_readonly("generation", &Peer::generation)
         .def_property_readonly("state", [](const Peer& p) { return static_cast<int>(p.state()); });
 
-    using transfer::TransferStats;
-    py::classh<TransferStats>(m, "TransferStats")
-        .def_readonly("bytes", &TransferStats::bytes)
-        .def_readonly("bytes_done", &TransferStats::bytes_done)
-        .def_readonly("descriptors", &TransferStats::descriptors)
-        .def_readonly("batches", &TransferStats::batches)
-        .def_readonly("prepared", &TransferStats::prepared)
-        .def_readonly("queued_ns", &TransferStats::queued_ns)
-        .def_readonly("expand_ns", &TransferStats::expand_ns)
-        .def_readonly("make_ns", &TransferStats::make_ns)
-        .def_readonly("post_ns", &TransferStats::post_ns)
-        .def_readonly("total_ns", &TransferStats::total_ns);
-
     py::classh<Transfer>(m, "Transfer")
         .def_property_readonly("id", &Transfer::id)
         .def_property_readonly("state",
@@ -166,7 +151,8 @@ void bind_transfer(py::module_ m) {
         .def_property_readonly("is_quiet", &Transfer::is_quiet)
         .def_property_readonly("message", &Transfer::message)
         .def_property_readonly("cause", &cause)
-        .def_property_readonly("stats", &Transfer::stats)
+        .def_property_readonly("bytes_done", [](const Transfer& t) { return t.stats().bytes_done; })
+        .def_property_readonly("result", &result)
         .def(
             "wait",
             [](const Transfer& t, double timeout, bool for_quiet) {
@@ -255,20 +241,29 @@ void bind_transfer(py::module_ m) {
             "stop", [](Agent& a, double timeout) { a.stop(after(timeout)); }, ReleaseGil(),
             py::arg("timeout"));
 
-    py::classh<FakeNetwork>(m, "FakeNetwork")
+    py::classh<FakeNetwork>(
+        m, "FakeNetwork",
+        "The fake agents that can reach each other, and the faults between them. Thread-safe.\n\n"
+        "Every method that names an agent raises `UnknownPeerError` if there is none of that name.")
         .def(py::init<>())
         .def(
             "set_delay",
             [](FakeNetwork& n, const std::string& name, double seconds) {
                 n.set_delay(name, duration(seconds));
             },
-            ReleaseGil(), py::arg("agent"), py::arg("seconds"))
-        .def("pause", &FakeNetwork::pause, ReleaseGil(), py::arg("agent"))
-        .def("resume", &FakeNetwork::resume, ReleaseGil(), py::arg("agent"))
-        .def("kill", &FakeNetwork::kill, ReleaseGil(), py::arg("agent"))
-        .def("fail_next", &FakeNetwork::fail_next, ReleaseGil(), py::arg("agent"), py::arg("count"))
+            ReleaseGil(), py::arg("agent"), py::arg("seconds"),
+            "Make operations to the agent take this long; half of each batch moves immediately.")
+        .def("pause", &FakeNetwork::pause, ReleaseGil(), py::arg("agent"),
+             "Leave operations to the agent pending, as if its process were stopped.")
+        .def("resume", &FakeNetwork::resume, ReleaseGil(), py::arg("agent"),
+             "Undo `pause`; pending operations go on.")
+        .def("kill", &FakeNetwork::kill, ReleaseGil(), py::arg("agent"),
+             "Break all connections to the agent; a new one of the same name can be made.")
+        .def("fail_next", &FakeNetwork::fail_next, ReleaseGil(), py::arg("agent"),
+             py::arg("count") = 1,
+             "Let the next `count` operations to the agent end with a library error.")
         .def("drop_notifications", &FakeNetwork::drop_notifications, ReleaseGil(), py::arg("agent"),
-             py::arg("count"));
+             py::arg("count") = 1, "Lose the next `count` notifications to the agent.");
 
     m.def(
         "fake_agent",

@@ -251,9 +251,7 @@ void Agent::add_spans(const std::shared_ptr<Registration>& registration) {
     for (std::size_t i = 0; i < rows.size(); ++i) {
         if (const auto* there = spans.find_exactly(rows[i])) {
             const bool twice = there->owner == registration->id();
-            for (std::size_t j = 0; j < i; ++j) {
-                spans.remove(registration->id(), rows[j]);
-            }
+            spans.remove(registration->id());
             throw Error("AlreadyRegisteredError",
                         text(memory_name(memory), " descriptor ", i, " (", rows[i].str(),
                              twice ? ") is given twice" : ") is registered already",
@@ -266,9 +264,7 @@ void Agent::add_spans(const std::shared_ptr<Registration>& registration) {
 
 void Agent::remove_spans(const Registration& registration) noexcept {
     const std::lock_guard lock(books_);
-    for (const Row& row : registration.rows()) {
-        spans_[registration.memory()].remove(registration.id(), row);
-    }
+    spans_[registration.memory()].remove(registration.id());
     registrations_.erase(registration.id());
 }
 
@@ -298,7 +294,7 @@ std::vector<Pin> Agent::pin(Memory memory, Rows rows, const char* side) const {
     const transfer::MemoryMap::Entry* hit = nullptr;
     for (std::size_t i = 0; i < rows.size(); ++i) {
         const Row& row = rows[i];
-        if (hit != nullptr && hit->contains(row)) {
+        if (hit != nullptr && hit->row.contains(row)) {
             continue;
         }
         hit = map == spans_.end() ? nullptr : map->second.find(row, accept);

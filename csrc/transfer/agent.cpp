@@ -203,8 +203,17 @@ std::shared_ptr<Transfer> Agent::submit(Submission submission) {
         throw Error("ConfigError", "the timeout of a transfer must be positive, not " +
                                        seconds_text(submission.timeout));
     }
-    if (!submission.source) {
-        check_pairs(submission.local_extents, submission.remote_extents, submission.op);
+    // Ranges that contain every row of the transfer.
+    const std::vector<Row>* local = &submission.local;
+    const std::vector<Row>* remote = &submission.remote;
+    if (submission.tables) {
+        const kv::Plan& plan = *submission.tables->plan();
+        submission.tables->check_written_once(submission.op == Op::kRead ? kv::Side::kLocal
+                                                                         : kv::Side::kRemote);
+        local = &plan.extents(kv::Side::kLocal);
+        remote = &plan.extents(kv::Side::kRemote);
+    } else {
+        check_pairs(*local, *remote, submission.op);
     }
     Active active;
     active.submitted = now;
@@ -212,15 +221,12 @@ std::shared_ptr<Transfer> Agent::submit(Submission submission) {
     // A timeout beyond the clock's range means "no practical limit"; it must not wrap around.
     active.deadline =
         submission.timeout < TimePoint::max() - now ? now + submission.timeout : TimePoint::max();
-    active.remote_memory = submission.peer->cover(submission.remote_extents).memory;
-    std::tie(active.local_memory, active.uses) =
-        shared_->registrations.use(submission.local_extents);
+    active.remote_memory = submission.peer->cover(*remote).memory;
+    std::tie(active.local_memory, active.uses) = shared_->registrations.use(*local);
     active.notify = std::move(submission.notify);
-    active.source = std::move(submission.source);
-    if (!active.source) {
-        active.local = std::move(submission.local_extents);
-        active.remote = std::move(submission.remote_extents);
-    }
+    active.tables = std::move(submission.tables);
+    active.local = std::move(submission.local);
+    active.remote = std::move(submission.remote);
     auto transfer = std::make_shared<Transfer>(shared_->next_id.fetch_add(1), submission.op,
                                                std::move(submission.peer));
     active.transfer = transfer;

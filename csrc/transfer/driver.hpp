@@ -21,14 +21,18 @@ class ConnectionLost : public NativeError {
     explicit ConnectionLost(const NativeError& cause) : NativeError(cause) {}
 };
 
-/// One native request. It must be quiet when it is destroyed: never posted, or ended.
-class NativeXfer {
+/// Base of what drivers implement.
+class Polymorphic {
   public:
-    NativeXfer() = default;
-    NativeXfer(const NativeXfer&) = delete;
-    NativeXfer& operator=(const NativeXfer&) = delete;
-    virtual ~NativeXfer() = default;
+    Polymorphic() = default;
+    Polymorphic(const Polymorphic&) = delete;
+    Polymorphic& operator=(const Polymorphic&) = delete;
+    virtual ~Polymorphic() = default;
+};
 
+/// One native request. It must be quiet when it is destroyed: never posted, or ended.
+class NativeXfer : public Polymorphic {
+  public:
     /// Start moving, once; the copy may happen in this call. Quiet if it throws.
     /// @throws ConnectionLost when the connection is gone, Error on other failures
     virtual void post() = 0;
@@ -39,31 +43,13 @@ class NativeXfer {
 };
 
 /// The connection to one generation of one peer, as the library knows it.
-class Connection {
-  public:
-    Connection() = default;
-    Connection(const Connection&) = delete;
-    Connection& operator=(const Connection&) = delete;
-    virtual ~Connection() = default;
-};
+class Connection : public Polymorphic {};
 
 /// Memory that the library has registered. Destroying it deregisters.
-class Registered {
-  public:
-    Registered() = default;
-    Registered(const Registered&) = delete;
-    Registered& operator=(const Registered&) = delete;
-    virtual ~Registered() = default;
-};
+class Registered : public Polymorphic {};
 
 /// Rows of both sides in the library's own form, which requests choose from by index.
-class Prepared {
-  public:
-    Prepared() = default;
-    Prepared(const Prepared&) = delete;
-    Prepared& operator=(const Prepared&) = delete;
-    virtual ~Prepared() = default;
-};
+class Prepared : public Polymorphic {};
 
 /// Rows of both sides, paired by index in the case of a request.
 struct RowPairs {
@@ -79,13 +65,8 @@ struct IndexPairs {
     std::span<const std::int32_t> remote;
 };
 
-class Driver {
+class Driver : public Polymorphic {
   public:
-    Driver() = default;
-    Driver(const Driver&) = delete;
-    Driver& operator=(const Driver&) = delete;
-    virtual ~Driver() = default;
-
     [[nodiscard]] virtual std::unique_ptr<Registered> register_memory(
         std::span<const Span> spans) = 0;
     /// What a peer must load to reach the memory registered now.
@@ -112,9 +93,11 @@ class Driver {
         return nullptr;
     }
     /// Make a request out of prepared rows. Only called with what `prepare` gave.
-    [[nodiscard]] virtual std::unique_ptr<NativeXfer> make(Connection& connection, Op op,
-                                                           Prepared& prepared,
-                                                           const IndexPairs& indices);
+    [[nodiscard]] virtual std::unique_ptr<NativeXfer> make(Connection& /*connection*/, Op /*op*/,
+                                                           Prepared& /*prepared*/,
+                                                           const IndexPairs& /*indices*/) {
+        throw Error("StateError", "this library has no prepared rows");
+    }
 
     /// Queue a notification; peers receive notifications in order, after the transfers that had
     /// ended before.
@@ -131,11 +114,5 @@ class Driver {
     /// @return false if there is work right now
     [[nodiscard]] virtual bool arm() { return true; }
 };
-
-inline std::unique_ptr<NativeXfer> Driver::make(Connection& /*connection*/, Op /*op*/,
-                                                Prepared& /*prepared*/,
-                                                const IndexPairs& /*indices*/) {
-    throw Error("StateError", "this library has no prepared rows");
-}
 
 }  // namespace pynixlkv::transfer

@@ -188,16 +188,19 @@ void Loop::cut_rows(Active& a) const {
 
 void Loop::make_rows(Active& a) {
     const TimePoint begin = Clock::now();
-    if (a.source) {
+    std::optional<kv::Expansion> expansion;
+    if (a.tables) {
         // Vectors of an earlier transfer, whose pages the kernel has mapped already.
         a.local.swap(spare_local_);
         a.remote.swap(spare_remote_);
-        a.source->expand(a.local, a.remote);
+        expansion.emplace(*a.tables).emit(a.local, a.remote);
     }
     for (const Row& row : a.local) {
         a.bytes += row.length;
     }
-    choose_lists(a);
+    if (expansion && a.tables->plan()->pool().can_prepare && !a.local.empty()) {
+        choose_lists(a, *expansion);
+    }
     if (a.prepared == nullptr) {
         cut_rows(a);
     }
@@ -212,32 +215,28 @@ void Loop::make_rows(Active& a) {
 }
 
 /// Choose between rows and prepared rows by their measured costs. Indices name rows before merging,
-/// so there may be far more of them, but each is cheaper. A pool is prepared once the accumulated
+/// so there may be far more of them, but each is cheaper. A plan is prepared once the accumulated
 /// saving exceeds the cost of preparing it: a ski-rental rule.
-void Loop::choose_lists(Active& a) {
-    const auto pool = a.source ? a.source->pool() : nullptr;
-    if (!pool || a.local.empty()) {
-        return;
-    }
-    const auto num_indices = a.source->num_indices();
+void Loop::choose_lists(Active& a, const kv::Expansion& expansion) {
+    const auto& plan = a.tables->plan();
+    const auto num_indices = expansion.num_indices();
     const double saved_ns = costs_.row_ns * static_cast<double>(a.local.size()) -
                             costs_.index_ns * static_cast<double>(num_indices.value_or(0));
     if (!num_indices || saved_ns <= 0) {
         return;
     }
-    if (!a.link->lists.contains(pool)) {
+    if (!a.link->lists.contains(plan)) {
         std::erase_if(a.link->lists, [](const auto& entry) { return entry.first.expired(); });
     }
-    Link::Lists& lists = a.link->lists[pool];
+    Link::Lists& lists = a.link->lists[plan];
     if (!lists.prepared) {
         lists.regret_ns += saved_ns;
-        const auto pool_size = static_cast<double>(a.source->pool_size());
-        if (lists.regret_ns < costs_.prepare_ns * pool_size) {
+        const auto& sizes = plan->pool().sizes;
+        if (lists.regret_ns < costs_.prepare_ns * static_cast<double>(sizes[0] + sizes[1])) {
             return;
         }
-        std::vector<Row> local;
-        std::vector<Row> remote;
-        a.source->pool_rows(local, remote);
+        const std::vector<Row> local = plan->prepared_rows(kv::Side::kLocal);
+        const std::vector<Row> remote = plan->prepared_rows(kv::Side::kRemote);
         const TimePoint begin = Clock::now();
         lists.prepared =
             driver_->prepare(*a.link->connection, {local, remote, a.local_memory, a.remote_memory});
@@ -247,7 +246,7 @@ void Loop::choose_lists(Active& a) {
             return;
         }
     }
-    a.source->expand_indices(a.local_indices, a.remote_indices);
+    expansion.emit_indices(a.local_indices, a.remote_indices);
     a.prepared = lists.prepared.get();
     a.local.clear();
     a.remote.clear();
@@ -481,15 +480,9 @@ void Loop::teardown() {
 // ---- registered memory
 
 void Loop::add_registration(const std::shared_ptr<Registration>& registration) {
-    shared_->registrations.add(*registration);
-    try {
-        registered_[registration->id()] = driver_->register_memory(registration->spans());
-    } catch (...) {
-        registered_.erase(registration->id());
-        shared_->registrations.abort(*registration);
-        throw;
-    }
-    shared_->registrations.enable(registration);
+    shared_->registrations.add(registration, [&] {
+        registered_.emplace(registration->id(), driver_->register_memory(registration->spans()));
+    });
 }
 
 void Loop::remove_registration(Registration& registration) {

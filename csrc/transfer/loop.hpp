@@ -70,7 +70,7 @@ class Loop {
     bool start_batch(Active& a);
     [[nodiscard]] std::unique_ptr<NativeXfer> make_xfer(Active& a, std::size_t count) const;
     void make_rows(Active& a);
-    void choose_lists(Active& a);
+    void choose_lists(Active& a, const kv::Expansion& expansion);
     void cut_rows(Active& a) const;
     void end(Active& a, State state, const std::string& message,
              const std::optional<NativeError>& cause = {});

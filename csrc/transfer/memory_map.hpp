@@ -22,24 +22,17 @@ class MemoryMap {
         Row row;
         Memory memory;
         Owner owner;
-
-        [[nodiscard]] bool contains(const Row& other) const noexcept {
-            return row.device == other.device && row.address <= other.address &&
-                   other.length <= row.length &&
-                   other.address - row.address <= row.length - other.length;
-        }
     };
 
-    /// Add disjoint spans under an owner; all or none.
-    /// @throws Error("AlreadyRegisteredError") when one overlaps a span that is there, or
-    ///         Error("ConfigError") when one is empty or wraps around
+    /// @throws Error("AlreadyRegisteredError") when the row overlaps a span that is there, or
+    ///         Error("ConfigError") when it is empty or wraps around
+    void require_free(const Row& row) const;
+    /// Add spans under an owner, as far as the first that `require_free` refuses.
     void add(Owner owner, std::span<const Span> spans);
     /// Add a span that may overlap others.
     void add_overlapping(Owner owner, const Span& span);
     /// Forget the spans of an owner.
     void remove(Owner owner);
-    /// Forget one span of an owner.
-    void remove(Owner owner, const Row& row);
     void clear() noexcept { spans_.clear(); }
     [[nodiscard]] bool empty() const noexcept { return spans_.empty(); }
 
@@ -51,7 +44,7 @@ class MemoryMap {
             if (entry.row.device != row.device || row.address - entry.row.address >= longest_) {
                 break;
             }
-            if (entry.contains(row) && accept(entry)) {
+            if (entry.row.contains(row) && accept(entry)) {
                 return &entry;
             }
         }

@@ -23,46 +23,20 @@
 #include <vector>
 
 #include "base/error.hpp"
+#include "kv/expansion.hpp"
 #include "transfer/driver.hpp"
 #include "transfer/transfer.hpp"
 #include "transfer/wake_socket.hpp"
 
 namespace pynixlkv::transfer {
 
-/// Makes the rows of a transfer, on the agent's thread.
-class DescriptorSource {
-  public:
-    DescriptorSource() = default;
-    DescriptorSource(const DescriptorSource&) = delete;
-    DescriptorSource& operator=(const DescriptorSource&) = delete;
-    virtual ~DescriptorSource() = default;
-
-    /// The rows, paired. Replaces the contents of the vectors.
-    virtual void expand(std::vector<Row>& local, std::vector<Row>& remote) const = 0;
-
-    /// What all transfers that can share prepared rows have in common; null if there is none.
-    [[nodiscard]] virtual std::shared_ptr<const void> pool() const { return nullptr; }
-    /// Number of rows of the pool, both sides together.
-    [[nodiscard]] virtual std::size_t pool_size() const { return 0; }
-    /// All rows that transfers of the pool choose from, in address order. Lengths are those that
-    /// `expand_indices` counts with.
-    virtual void pool_rows(std::vector<Row>& /*local*/, std::vector<Row>& /*remote*/) const {}
-    /// Number of indices that `expand_indices` gives; none if this transfer's rows are not rows of
-    /// the pool.
-    [[nodiscard]] virtual std::optional<std::size_t> num_indices() const { return std::nullopt; }
-    /// The rows of this transfer as places in the pool.
-    virtual void expand_indices(std::vector<std::int32_t>& /*local*/,
-                                std::vector<std::int32_t>& /*remote*/) const {}
-};
-
 struct Submission {
     Op op = Op::kRead;
     std::shared_ptr<Peer> peer;
-    /// Rows, or ranges that contain every row that `source` will make; checked in submit().
-    std::vector<Row> local_extents;
-    std::vector<Row> remote_extents;
-    /// Null: the extents are the rows.
-    std::shared_ptr<const DescriptorSource> source;
+    /// What to move: block tables, or rows that are paired by index.
+    std::shared_ptr<const kv::BlockTables> tables;
+    std::vector<Row> local;
+    std::vector<Row> remote;
     std::optional<std::string> notify;
     Clock::duration timeout{};
 };
@@ -87,8 +61,7 @@ struct Link {
 
     std::shared_ptr<Peer> peer;
     std::unique_ptr<Connection> connection;
-    /// By DescriptorSource::pool(), which they do not keep alive.
-    std::map<std::weak_ptr<const void>, Lists, std::owner_less<>> lists;
+    std::map<std::weak_ptr<const kv::Plan>, Lists, std::owner_less<>> lists;
     std::size_t unquiet = 0;  ///< transfers that may still move bytes
 
     void drop() {
@@ -106,8 +79,8 @@ struct Active {
 
     std::shared_ptr<Transfer> transfer;
     std::shared_ptr<Link> link;
-    std::vector<std::shared_ptr<void>> uses;  ///< of registrations
-    std::shared_ptr<const DescriptorSource> source;
+    std::vector<std::shared_ptr<void>> uses;        ///< of registrations
+    std::shared_ptr<const kv::BlockTables> tables;  ///< null: the transfer came with its rows
     std::vector<Row> local;
     std::vector<Row> remote;
     /// Instead of rows, if not null: places in prepared rows. Owned by the link.
@@ -283,7 +256,9 @@ class Inbox {
         std::unique_lock lock(mutex_);
         arrived_.wait_until(lock, until, [this] { return !notifications_.empty() || error_; });
         if (notifications_.empty() && error_) {
-            throw Error(*std::exchange(error_, std::nullopt));
+            const Error error = *error_;
+            error_.reset();
+            throw error;
         }
         return std::exchange(notifications_, {});
     }
@@ -337,19 +312,18 @@ class Registrations {
     explicit Registrations(const std::string& agent)
         : agent_(agent), whose_("of agent '" + agent + "'") {}
 
-    /// Reserve the spans of a registration, which nothing can use before enable().
-    /// @throws Error("AlreadyRegisteredError") where one overlaps registered memory
-    void add(const Registration& registration) {
-        const std::unique_lock lock(mutex_);
-        memory_.add(registration.id(), registration.spans());
-    }
-    void enable(const std::shared_ptr<Registration>& registration) {
+    /// Add a registration once the driver has registered it; until then nothing can use it.
+    /// @throws Error("AlreadyRegisteredError") where a span overlaps registered memory
+    template <class Register>
+    void add(const std::shared_ptr<Registration>& registration, Register register_natively) {
+        for (MemoryMap among_themselves; const Span& span : registration->spans()) {
+            among_themselves.add(registration->id(), {&span, 1});
+            memory_.require_free(span.row);  // only the agent's thread changes it
+        }
+        register_natively();
         const std::unique_lock lock(mutex_);
         by_id_.emplace(registration->id(), registration);
-    }
-    void abort(const Registration& registration) {
-        const std::unique_lock lock(mutex_);
-        memory_.remove(registration.id());
+        memory_.add(registration->id(), registration->spans());
     }
     /// @throws Error("ClosedError") if it is not here, Error("RegistrationInUseError") while used
     void remove(Registration& registration) {
@@ -360,9 +334,9 @@ class Registrations {
                                            "', or was deregistered before");
         }
         if (const std::size_t uses = registration.uses(); uses > 0) {
-            throw Error("RegistrationInUseError",
-                        std::to_string(uses) +
-                            " transfers that are not quiet still use the memory; wait for them");
+            throw Error(
+                "RegistrationInUseError",
+                text(uses, " transfers that are not quiet still use the memory; wait for them"));
         }
         registration.close();
         memory_.remove(registration.id());
@@ -388,6 +362,7 @@ class Registrations {
         const std::shared_lock lock(mutex_);
         const auto cover = memory_.cover(rows, whose_);
         std::vector<std::shared_ptr<void>> uses;
+        uses.reserve(cover.owners.size());
         for (const MemoryMap::Owner owner : cover.owners) {
             uses.push_back(Registration::use(by_id_.at(owner)));
         }

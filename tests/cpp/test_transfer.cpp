@@ -14,7 +14,12 @@
 #include "check.hpp"
 #include "transfer/agent.hpp"
 #include "transfer/fake_driver.hpp"
-#include "transfer/plan_source.hpp"
+
+namespace pynixlkv::transfer {
+std::ostream& operator<<(std::ostream& out, State state) {
+    return out << static_cast<int>(state);
+}
+}  // namespace pynixlkv::transfer
 
 using namespace pynixlkv;
 using namespace pynixlkv::transfer;
@@ -32,6 +37,36 @@ std::uint64_t address(const void* p) {
 TimePoint in(Clock::duration d) {
     return Clock::now() + d;
 }
+
+/// Stops the agents' threads before registrations and requests while its mutex is locked.
+struct Gate {
+    void pass() {
+        ++arrivals;
+        const std::lock_guard lock(mutex);
+    }
+    std::mutex mutex;
+    std::atomic<int> arrivals{0};
+};
+
+class GatedDriver final : public FakeDriver {
+  public:
+    GatedDriver(const std::string& name, std::shared_ptr<FakeNetwork> network,
+                std::shared_ptr<Gate> gate)
+        : FakeDriver(name, std::move(network)), gate_(std::move(gate)) {}
+
+    std::unique_ptr<Registered> register_memory(std::span<const Span> spans) override {
+        gate_->pass();
+        return FakeDriver::register_memory(spans);
+    }
+    using FakeDriver::make;
+    std::unique_ptr<NativeXfer> make(Connection& connection, Op op, const RowPairs& rows) override {
+        gate_->pass();
+        return FakeDriver::make(connection, op, rows);
+    }
+
+  private:
+    const std::shared_ptr<Gate> gate_;
+};
 
 /// Two agents with a pool of blocks each on one fake network.
 struct Pair {
@@ -53,7 +88,10 @@ struct Pair {
         static int count = 0;
         options.incarnation = std::to_string(::getpid()) + "-" + std::to_string(++count);
         return std::make_unique<Agent>(
-            name, [name, network = network] { return std::make_unique<FakeDriver>(name, network); },
+            name,
+            [name, network = network, gate = gate] {
+                return std::make_unique<GatedDriver>(name, network, gate);
+            },
             options);
     }
     std::shared_ptr<Peer> connect(const std::string& incarnation) {
@@ -70,14 +108,15 @@ struct Pair {
         r.op = op;
         r.peer = peer;
         for (const std::size_t block : blocks) {
-            r.local_extents.push_back(row_a(block));
-            r.remote_extents.push_back(row_b(63 - block));
+            r.local.push_back(row_a(block));
+            r.remote.push_back(row_b(63 - block));
         }
         r.timeout = timeout;
         return r;
     }
 
     std::shared_ptr<FakeNetwork> network = std::make_shared<FakeNetwork>();
+    std::shared_ptr<Gate> gate = std::make_shared<Gate>();
     std::vector<unsigned char> pool_a;
     std::vector<unsigned char> pool_b;
     std::unique_ptr<Agent> a;
@@ -100,27 +139,15 @@ Submission plan_request(const Pair& pair, const std::shared_ptr<const kv::Plan>&
                         const std::vector<std::int64_t>& blocks) {
     Submission r = pair.request(Op::kRead, {});
     const kv::Table table{blocks, blocks};
-    set_plan(r, std::make_shared<const kv::BlockTables>(plan, std::span(&table, 1)));
+    r.tables = std::make_shared<const kv::BlockTables>(plan, std::span(&table, 1));
     return r;
 }
 
-/// One pair of rows that are made when `ready` says so.
-class LateSource final : public DescriptorSource {
-  public:
-    LateSource(Row local, Row remote, std::shared_future<void> ready)
-        : local_(local), remote_(remote), ready_(std::move(ready)) {}
-
-    void expand(std::vector<Row>& local, std::vector<Row>& remote) const override {
-        ready_.wait();
-        local = {local_};
-        remote = {remote_};
-    }
-
-  private:
-    const Row local_;
-    const Row remote_;
-    const std::shared_future<void> ready_;
-};
+/// The state that a transfer ends in; waits for it.
+State end_of(const std::shared_ptr<Transfer>& transfer) {
+    CHECK(transfer->wait(in(kHang)));
+    return transfer->state();
+}
 
 template <class F>
 std::string kind_of(F f) {
@@ -139,8 +166,7 @@ TEST_CASE("a read moves exactly the rows, then notifies") {
     auto r = p.request(Op::kRead, {3, 9, 4});
     r.notify = "done-1";
     const auto t = p.a->submit(r);
-    CHECK(t->wait(in(kHang)));
-    CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kDone));
+    CHECK_EQ(end_of(t), State::kDone);
     CHECK(t->is_quiet());
     for (std::size_t block = 0; block < 64; ++block) {
         const bool wanted = block == 3 || block == 9 || block == 4;
@@ -155,15 +181,6 @@ TEST_CASE("a read moves exactly the rows, then notifies") {
     CHECK_EQ(notes[0].message, "done-1");
     CHECK_EQ(t->stats().bytes_done, 3 * kBlock);
     CHECK_EQ(t->stats().descriptors, 3U);
-}
-
-TEST_CASE("a write moves the other way") {
-    Pair p;
-    std::iota(p.pool_a.begin(), p.pool_a.end(), static_cast<unsigned char>(77));
-    const auto t = p.a->submit(p.request(Op::kWrite, {0}));
-    CHECK(t->wait(in(kHang)));
-    CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kDone));
-    CHECK(std::memcmp(p.pool_a.data(), &p.pool_b[63 * kBlock], kBlock) == 0);
 }
 
 TEST_CASE("rows are made on the agent's thread and cut into batches") {
@@ -192,8 +209,7 @@ TEST_CASE("rows that keep coming are prepared once that pays, and move the same 
         std::vector<std::int64_t> blocks;
         for (int i = 0; i < 16; ++i) blocks.push_back((i * 4 + turn) % 64);
         const auto t = p.a->submit(plan_request(p, plan, blocks));
-        CHECK(t->wait(in(kHang)));
-        CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kDone));
+        CHECK_EQ(end_of(t), State::kDone);
         CHECK_EQ(t->stats().bytes_done, 16 * kBlock);
         CHECK_EQ(t->stats().batches, 4U);
         CHECK(!prepared || t->stats().prepared);
@@ -208,22 +224,11 @@ TEST_CASE("rows that keep coming are prepared once that pays, and move the same 
     p.a->deregister(p.reg_a);  // prepared rows do not keep memory registered
 }
 
-TEST_CASE("a transfer of nothing is done, and its notification still goes out") {
-    Pair p;
-    auto r = p.request(Op::kRead, {});
-    r.notify = "";
-    const auto t = p.a->submit(r);
-    CHECK(t->wait(in(kHang)));
-    CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kDone));
-    CHECK_EQ(p.b->take_notifications(in(kHang)).size(), 1U);
-}
-
 TEST_CASE("a stopped peer times the transfer out; its memory stays in use until quiet") {
     Pair p;
     p.network->pause("b");
     const auto t = p.a->submit(p.request(Op::kRead, {1, 2}, 500ms));
-    CHECK(t->wait(in(kHang)));
-    CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kTimedOut));
+    CHECK_EQ(end_of(t), State::kTimedOut);
     CHECK(!t->is_quiet());
     CHECK_EQ(p.a->quarantined(), 1U);
     CHECK_EQ(kind_of([&] { p.a->deregister(p.reg_a); }), "RegistrationInUseError");
@@ -232,7 +237,7 @@ TEST_CASE("a stopped peer times the transfer out; its memory stays in use until 
     p.network->resume("b");
     CHECK(t->wait(in(kHang), true));
     CHECK(p.a->close(in(kHang)));
-    CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kTimedOut));  // sticky
+    CHECK_EQ(t->state(), State::kTimedOut);  // sticky
 }
 
 TEST_CASE("a killed peer ends all its transfers, and comes back as a new generation") {
@@ -243,7 +248,7 @@ TEST_CASE("a killed peer ends all its transfers, and comes back as a new generat
     p.network->kill("b");
     for (const auto& t : {t1, t2}) {
         CHECK(t->wait(in(kHang), true));
-        CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kPeerLost));
+        CHECK_EQ(t->state(), State::kPeerLost);
     }
     CHECK(t1->cause().has_value());
     CHECK_EQ(kind_of([&] { (void)p.a->submit(p.request(Op::kRead, {1})); }), "PeerLostError");
@@ -253,18 +258,7 @@ TEST_CASE("a killed peer ends all its transfers, and comes back as a new generat
     p.peer = p.connect("incarnation-2");
     CHECK_EQ(p.peer->generation(), 2U);
     const auto t = p.a->submit(p.request(Op::kRead, {1}));
-    CHECK(t->wait(in(kHang)));
-    CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kDone));
-}
-
-TEST_CASE(
-    "connecting again to the same incarnation gives the same peer; to a live double, an error") {
-    Pair p;
-    CHECK(p.connect("incarnation-1") == p.peer);
-    CHECK_EQ(kind_of([&] { (void)p.connect("other"); }), "DuplicatePeerError");
-    p.a->disconnect(p.peer);
-    CHECK_EQ(kind_of([&] { (void)p.a->submit(p.request(Op::kRead, {1})); }), "StalePeerError");
-    CHECK_EQ(p.connect("other")->generation(), 2U);
+    CHECK_EQ(end_of(t), State::kDone);
 }
 
 TEST_CASE("a library failure fails the transfer and not its neighbours") {
@@ -272,10 +266,9 @@ TEST_CASE("a library failure fails the transfer and not its neighbours") {
     p.network->fail_next("b", 1);
     const auto bad = p.a->submit(p.request(Op::kRead, {1}));
     CHECK(bad->wait(in(kHang), true));
-    CHECK_EQ(static_cast<int>(bad->state()), static_cast<int>(State::kFailed));
+    CHECK_EQ(bad->state(), State::kFailed);
     const auto good = p.a->submit(p.request(Op::kRead, {1}));
-    CHECK(good->wait(in(kHang)));
-    CHECK_EQ(static_cast<int>(good->state()), static_cast<int>(State::kDone));
+    CHECK_EQ(end_of(good), State::kDone);
 }
 
 TEST_CASE("cancel ends at once and is quiet later") {
@@ -284,8 +277,7 @@ TEST_CASE("cancel ends at once and is quiet later") {
     const auto t = p.a->submit(p.request(Op::kRead, {1}));
     while (p.a->running() == 1 && t->state() == State::kQueued) std::this_thread::yield();
     p.a->cancel(t);
-    CHECK(t->wait(in(kHang)));
-    CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kCancelled));
+    CHECK_EQ(end_of(t), State::kCancelled);
     p.network->resume("b");
     CHECK(t->wait(in(kHang), true));
     p.a->deregister(p.reg_a);
@@ -295,29 +287,45 @@ TEST_CASE("cancel ends at once and is quiet later") {
 TEST_CASE("bad rows are refused before anything moves") {
     Pair p;
     auto r = p.request(Op::kRead, {1, 2});
-    r.remote_extents[1].length = 32;
+    r.remote[1].length = 32;
     CHECK_EQ(kind_of([&] { (void)p.a->submit(r); }), "PlanError");
     r = p.request(Op::kRead, {1, 1});
     CHECK_EQ(kind_of([&] { (void)p.a->submit(r); }), "PlanError");
     r = p.request(Op::kWrite, {5, 1, 5});
     CHECK_EQ(kind_of([&] { (void)p.a->submit(r); }), "PlanError");
     r = p.request(Op::kRead, {1});
-    r.local_extents[0].length = r.remote_extents[0].length = 0;
+    r.local[0].length = r.remote[0].length = 0;
     CHECK_EQ(kind_of([&] { (void)p.a->submit(r); }), "PlanError");
     r = p.request(Op::kRead, {1, 2});
-    r.local_extents.pop_back();
+    r.local.pop_back();
     CHECK_EQ(kind_of([&] { (void)p.a->submit(r); }), "PlanError");
     r = p.request(Op::kRead, {0});
-    r.remote_extents[0].address += 1;
+    r.remote[0].address += 1;
     CHECK_EQ(kind_of([&] { (void)p.a->submit(r); }), "NotRegisteredError");
     r = p.request(Op::kRead, {0});
-    r.local_extents[0].address -= 1;
+    r.local[0].address -= 1;
     CHECK_EQ(kind_of([&] { (void)p.a->submit(r); }), "NotRegisteredError");
     CHECK_EQ(kind_of([&] { (void)p.a->submit(p.request(Op::kRead, {0}, 0s)); }), "ConfigError");
     CHECK_EQ(kind_of([&] { (void)p.a->register_memory({Pair::span(p.pool_a)}); }),
              "AlreadyRegisteredError");
     CHECK_EQ(kind_of([&] { (void)p.a->register_memory({}); }), "ConfigError");
     CHECK_EQ(p.reg_a->uses(), 0U);
+}
+
+TEST_CASE("memory can be used once its registration is complete, and not before") {
+    Pair p;
+    std::vector<unsigned char> more(kBlock);
+    Submission r = p.request(Op::kRead, {0});
+    r.local[0].address = address(more.data());
+    std::unique_lock gate(p.gate->mutex);
+    const int arrivals = p.gate->arrivals;
+    auto registered =
+        std::async(std::launch::async, [&] { return p.a->register_memory({Pair::span(more)}); });
+    while (p.gate->arrivals == arrivals) std::this_thread::yield();
+    CHECK_EQ(kind_of([&] { (void)p.a->submit(r); }), "NotRegisteredError");
+    gate.unlock();
+    const auto registration = registered.get();
+    CHECK_EQ(end_of(p.a->submit(r)), State::kDone);
 }
 
 TEST_CASE("watched transfers are reported once") {
@@ -361,8 +369,7 @@ TEST_CASE("an agent dropped without close cancels and goes away by itself") {
     p.network->pause("b");
     const auto t = p.a->submit(p.request(Op::kRead, {1}));
     p.a.reset();
-    CHECK(t->wait(in(kHang)));
-    CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kCancelled));
+    CHECK_EQ(end_of(t), State::kCancelled);
     p.network->resume("b");
     CHECK(t->wait(in(kHang), true));
 }
@@ -381,18 +388,14 @@ TEST_CASE("a closed agent has let go of everything") {
 
 TEST_CASE("deadlines do not count the time in which the agent's thread did not run") {
     Pair p;
-    std::promise<void> go_on;
-    Submission blocks = p.request(Op::kRead, {0}, kHang);
-    blocks.source =
-        std::make_shared<LateSource>(p.row_a(0), p.row_b(0), go_on.get_future().share());
-    const auto first = p.a->submit(std::move(blocks));
+    std::unique_lock gate(p.gate->mutex);
+    const auto first = p.a->submit(p.request(Op::kRead, {0}));
     // Nothing can become of this one before its deadline has passed.
     const auto second = p.a->submit(p.request(Op::kRead, {1}, 1s));
     std::this_thread::sleep_for(1100ms);
-    go_on.set_value();
+    gate.unlock();
     for (const auto& t : {first, second}) {
-        CHECK(t->wait(in(kHang)));
-        CHECK_EQ(static_cast<int>(t->state()), static_cast<int>(State::kDone));
+        CHECK_EQ(end_of(t), State::kDone);
     }
 }
 

@@ -108,8 +108,8 @@ void pull_from_both_sides(const ConfigMap& config, bool allocate) {
             transfer::Submission request;
             request.op = Op::kRead;
             request.peer = peer;
-            request.local_extents = {here.row(kBlocks / 2 + i)};
-            request.remote_extents = {there.row(i)};
+            request.local = {here.row(kBlocks / 2 + i)};
+            request.remote = {there.row(i)};
             request.notify = std::to_string(i);
             request.timeout = 60s;
             const auto t = here.agent->submit(request);
@@ -159,8 +159,8 @@ TEST_CASE("a write is there before its notification") {
         transfer::Submission request;
         request.op = Op::kWrite;
         request.peer = to_b;
-        request.local_extents = {a.row(0)};
-        request.remote_extents = {b.row(value)};
+        request.local = {a.row(0)};
+        request.remote = {b.row(value)};
         request.notify = "written";
         request.timeout = 60s;
         const auto t = a.agent->submit(request);
@@ -181,8 +181,8 @@ TEST_CASE("an agent that goes away ends what its peer asks of it") {
             transfer::Submission request;
             request.op = Op::kRead;
             request.peer = peer;
-            request.local_extents = {a.row(i)};
-            request.remote_extents = {b.row(i)};
+            request.local = {a.row(i)};
+            request.remote = {b.row(i)};
             request.timeout = 60s;
             transfers.push_back(a.agent->submit(request));
         }
@@ -262,8 +262,8 @@ TEST_CASE("forged messages write nothing outside of registered memory, and do no
     transfer::Submission request;
     request.op = Op::kRead;
     request.peer = peer;
-    request.local_extents = {reader.spans[0].row};
-    request.remote_extents = {owner.spans[0].row};
+    request.local = {reader.spans[0].row};
+    request.remote = {owner.spans[0].row};
     request.timeout = 60s;
     const auto t = reader.agent->submit(request);
     CHECK(t->wait(in(60s)));

@@ -46,7 +46,7 @@ def make_agent():
 
     yield make
     for agent in made:
-        agent.close()
+        assert agent.close(WAIT_S)
 
 
 def own_pool(peer, options, takes_part):

@@ -31,6 +31,7 @@ from pynixlkv.errors import (
     TransferTimeout,
 )
 from pynixlkv.testing import FakeAgent
+from pynixlkv.transfer import TransferResult
 
 MLA = Model(kv_heads=None)
 BLOCKS_OF_16 = {"block_size": 16}
@@ -693,7 +694,7 @@ def test_an_abort_while_bytes_move_is_reported_when_they_are_quiet(mode):
         world.until(lambda: reads if mode == "pull" else prefill.num_running)
         if mode == "pull":  # one that was not posted yet would be quiet at once
             (read,) = decode.ranks[0].worker._receiver._requests["d1"].transfers
-            world.until(lambda: read._native.stats.post_ns)
+            world.until(lambda: TransferResult(*read._native.result).batches)
         decode.finish("d1")
         world.quiet()
         assert not world.outcomes["D"].failed
