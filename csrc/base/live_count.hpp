@@ -41,13 +41,13 @@ class LiveCounters {
     std::map<std::string, std::atomic<std::int64_t>> counters_;
 };
 
-/// Base of every owner: `class Agent : LiveCounted<Agent>` with a `static constexpr const char*
-/// kLiveName`.
+/// Base of every owner, none of which is copied: `class Agent : LiveCounted<Agent>` with a `static
+/// constexpr const char* kLiveName`.
 template <class T>
 class LiveCounted {
   public:
-    LiveCounted(const LiveCounted&) noexcept { ++count(); }
-    LiveCounted& operator=(const LiveCounted&) noexcept = default;
+    LiveCounted(const LiveCounted&) = delete;
+    LiveCounted& operator=(const LiveCounted&) = delete;
 
   protected:
     LiveCounted() noexcept { ++count(); }
