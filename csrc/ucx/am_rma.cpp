@@ -72,19 +72,9 @@ void AmRmaXfers::on_message(const AmRmaHeader& header, std::string_view data) {
 
 AmRmaXfer::AmRmaXfer(std::shared_ptr<AmRmaXfers> all, UcxConnection& connection,
                      const LocalRegions& local_regions, Op op, const transfer::RowPairs& rows)
-    : all_(std::move(all)),
-      endpoint_(connection.endpoint),
-      connection_(connection),
-      op_(op),
-      completion_(endpoint_->worker()->library()) {
-    const LocalRegion* local = nullptr;
-    const RemoteRegion* remote = nullptr;
-    parts_.reserve(rows.local.size());
-    for (std::size_t i = 0; i < rows.local.size(); ++i) {
-        (void)local_regions.find(rows.local[i], local);
-        (void)connection.regions->find(rows.remote[i], remote);
-        parts_.push_back({rows.local[i].address, rows.remote[i].address, rows.local[i].length});
-        total_ += rows.local[i].length;
+    : UcxXfer(connection, local_regions, op, rows), all_(std::move(all)) {
+    for (const Part& part : parts_) {
+        total_ += part.length;
     }
     due_ = total_;
 }
@@ -125,12 +115,12 @@ void AmRmaXfer::ask() {
 
 void AmRmaXfer::write() {
     while (next_ < parts_.size() && completion_.pending() < kMaxWaiting && refusal_.empty() &&
-           completion_.status() == Status::kOk && !endpoint_->failure()) {
+           !has_failed()) {
         const Part& part = parts_[next_];
         const std::uint64_t length = std::min<std::uint64_t>(part.length - offset_, kPieceBytes);
         // NOLINTNEXTLINE(performance-no-int-to-ptr)
         const auto* bytes = reinterpret_cast<const char*>(part.local + offset_);
-        endpoint_->send(completion_, kMessageId,
+        endpoint_->send(completion_,
                         make_header({.kind = AmRmaKind::kWrite,
                                      .connection = connection_.number,
                                      .xfer = number_,
@@ -148,13 +138,12 @@ void AmRmaXfer::write() {
 /// @throws NativeError when it has failed
 void AmRmaXfer::check() {
     const char* call = op_ == Op::kRead ? "a served read" : "a served write";
-    const auto what = [&] { return text(parts_.size(), " rows of peer '", connection_.name, "'"); };
     if (!refusal_.empty()) {
         throw NativeError(
             make_error(Status::kInvalidAddr, call, text(what(), ", which refuses: ", refusal_)));
     }
-    if (completion_.status() != Status::kOk || endpoint_->failure()) {
-        throw_failure(*endpoint_, completion_.status(), call, what());
+    if (has_failed()) {
+        fail(call);
     }
 }
 
@@ -211,7 +200,7 @@ void AmRmaServer::on_message(const AmRmaHeader& header, std::string_view data) {
 std::string AmRmaServer::refusal(const Row& row) const {
     try {
         const LocalRegion* hint = nullptr;
-        return regions_->find(row, hint).span.memory == Memory::kDram
+        return regions_->find(row, hint).memory_type == Memory::kDram
                    ? ""
                    : text(row.str(), " is not host memory");
     } catch (const Error& e) {

@@ -70,13 +70,11 @@ class AmRmaXfers {
 };
 
 /// A transfer between host memory at both ends.
-class AmRmaXfer final : public transfer::NativeXfer {
+class AmRmaXfer final : public UcxXfer {
   public:
     /// @throws Error NotRegisteredError
     AmRmaXfer(std::shared_ptr<AmRmaXfers> all, UcxConnection& connection,
               const LocalRegions& local_regions, transfer::Op op, const transfer::RowPairs& rows);
-    AmRmaXfer(const AmRmaXfer&) = delete;
-    AmRmaXfer& operator=(const AmRmaXfer&) = delete;
     ~AmRmaXfer() override { all_->remove(number_); }
 
     void post() override;
@@ -84,28 +82,16 @@ class AmRmaXfer final : public transfer::NativeXfer {
 
   private:
     friend class AmRmaXfers;
-    struct Part {
-        std::uint64_t local;
-        std::uint64_t remote;
-        std::uint64_t length;
-    };
-
     void ask();
     void write();
     void check();
     void on_data(const AmRmaHeader& header, std::string_view data);
 
     const std::shared_ptr<AmRmaXfers> all_;
-    const std::shared_ptr<Endpoint> endpoint_;
-    UcxConnection& connection_;
-    const transfer::Op op_;
     std::uint64_t number_ = 0;  ///< from `post` on
-    Completion completion_;     ///< of written pieces
-    std::vector<Part> parts_;
     std::uint64_t total_ = 0;
     std::uint64_t due_ = 0;     ///< bytes of a read that have not arrived
-    std::size_t next_ = 0;      ///< part to write next
-    std::uint64_t offset_ = 0;  ///< in that part
+    std::uint64_t offset_ = 0;  ///< in the part to write next
     bool is_written_ = false;
     std::string refusal_;
 };
@@ -138,9 +124,6 @@ class AmRmaServer {
     };
     /// A connection of a peer to this process.
     struct Client {
-        Client() = default;
-        Client(const Client&) = delete;
-        Client& operator=(const Client&) = delete;
         ~Client() {
             if (endpoint) {
                 endpoint->close();

@@ -34,7 +34,7 @@ void Outbox::send(std::string_view header, std::string data, const std::string& 
     (void)num_waiting();
     auto& message = *messages_.emplace_back(
         std::make_unique<Message>(endpoint_->worker()->library(), std::move(data)));
-    endpoint_->send(message.completion, kMessageId, header, message.data);
+    endpoint_->send(message.completion, header, message.data);
     if (const Status status = message.completion.status(); status != Status::kOk) {
         throw_failure(*endpoint_, status, "ucp_am_send_nbx",
                       text("a message to peer '", peer, "'"));
@@ -75,6 +75,27 @@ UcxConnection::~UcxConnection() {
     progress_until(kLeaveDeadline, [this] { return is_quiet(); });
     regions.reset();
     endpoint->close();
+}
+
+UcxXfer::UcxXfer(UcxConnection& connection, const LocalRegions& local_regions, transfer::Op op,
+                 const transfer::RowPairs& rows)
+    : connection_(connection),
+      endpoint_(connection.endpoint),
+      regions_(connection.regions),
+      op_(op),
+      completion_(endpoint_->worker()->library()) {
+    const LocalRegion* local = nullptr;
+    const RemoteRegion* remote = nullptr;
+    parts_.reserve(rows.local.size());
+    for (std::size_t i = 0; i < rows.local.size(); ++i) {
+        parts_.push_back({rows.local[i].address, rows.remote[i].address, rows.local[i].length,
+                          local_regions.find(rows.local[i], local).memory->handle(),
+                          &regions_->find(rows.remote[i], remote)});
+    }
+}
+
+std::string UcxXfer::what() const {
+    return text(parts_.size(), " rows of peer '", connection_.name, "'");
 }
 
 }  // namespace pynixlkv::ucx

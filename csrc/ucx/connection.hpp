@@ -16,9 +16,6 @@
 
 namespace pynixlkv::ucx {
 
-/// The active message id of all messages between agents; headers tell them apart.
-inline constexpr unsigned kMessageId = 77;
-
 /// @throws ConnectionLost if the endpoint has failed or the status says so, else NativeError
 [[noreturn]] void throw_failure(const Endpoint& endpoint, Status status, const char* call,
                                 const std::string& detail);
@@ -53,8 +50,6 @@ class UcxConnection final : public transfer::Connection {
   public:
     UcxConnection(std::shared_ptr<Endpoint> to, std::shared_ptr<const RemoteRegions> keys,
                   std::string peer, std::shared_ptr<Endpoint> spare = {});
-    UcxConnection(const UcxConnection&) = delete;
-    UcxConnection& operator=(const UcxConnection&) = delete;
     ~UcxConnection() override;
 
     void send(std::string_view header, std::string data) {
@@ -84,6 +79,38 @@ class UcxConnection final : public transfer::Connection {
     /// Unused; closing it would close the peer's own connection.
     const std::shared_ptr<Endpoint> spare_;
     Outbox outbox_;
+};
+
+/// Rows that move between both sides, and the requests in flight for them.
+class UcxXfer : public transfer::NativeXfer {
+  protected:
+    struct Part {
+        std::uint64_t local;
+        std::uint64_t remote;
+        std::uint64_t length;
+        capi::Memory memory;
+        const RemoteRegion* region;
+    };
+
+    /// @throws Error NotRegisteredError
+    UcxXfer(UcxConnection& connection, const LocalRegions& local_regions, transfer::Op op,
+            const transfer::RowPairs& rows);
+
+    [[nodiscard]] bool has_failed() const {
+        return completion_.status() != Status::kOk || endpoint_->failure();
+    }
+    [[nodiscard]] std::string what() const;
+    [[noreturn]] void fail(const char* call) const {
+        throw_failure(*endpoint_, completion_.status(), call, what());
+    }
+
+    UcxConnection& connection_;
+    const std::shared_ptr<Endpoint> endpoint_;
+    const std::shared_ptr<const RemoteRegions> regions_;
+    const transfer::Op op_;
+    Completion completion_;
+    std::vector<Part> parts_;
+    std::size_t next_ = 0;  ///< part to move next
 };
 
 }  // namespace pynixlkv::ucx

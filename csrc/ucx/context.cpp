@@ -91,7 +91,7 @@ Context::Context(std::shared_ptr<const Library> library, ConfigMap config)
 
 Context::~Context() {
     // In a forked child the context still belongs to the parent.
-    if (handle_ != nullptr && process_.is_here()) {
+    if (process_.is_here()) {
         library_->fn().cleanup(handle_);
     }
 }

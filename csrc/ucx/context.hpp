@@ -29,8 +29,6 @@ class Context : LiveCounted<Context> {
     /// @throws Error ConfigError for a setting that UCX does not know, UcxError if it does not
     /// start
     Context(std::shared_ptr<const Library> library, ConfigMap config);
-    Context(const Context&) = delete;
-    Context& operator=(const Context&) = delete;
     ~Context();
 
     [[nodiscard]] const Library& library() const noexcept { return *library_; }
@@ -74,15 +72,12 @@ class MemoryHandle : LiveCounted<MemoryHandle> {
     /// this host can map it.
     [[nodiscard]] static std::shared_ptr<MemoryHandle> allocate(std::shared_ptr<Context> context,
                                                                 std::uint64_t length);
-    MemoryHandle(const MemoryHandle&) = delete;
-    MemoryHandle& operator=(const MemoryHandle&) = delete;
     ~MemoryHandle();
 
     [[nodiscard]] std::uint64_t address() const noexcept { return address_; }
     [[nodiscard]] std::uint64_t length() const noexcept { return length_; }
     [[nodiscard]] capi::Memory handle() const noexcept { return handle_; }
     [[nodiscard]] bool is_allocated() const noexcept { return is_allocated_; }
-    [[nodiscard]] const std::shared_ptr<Context>& context() const noexcept { return context_; }
     /// The packed remote key.
     [[nodiscard]] std::string pack() const;
 

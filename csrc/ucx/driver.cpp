@@ -57,8 +57,6 @@ bool needs_am_rma(const UcxConnection& connection, const transfer::RowPairs& row
 class UcxRegistered final : public transfer::Registered {
   public:
     explicit UcxRegistered(std::shared_ptr<LocalRegions> regions) : regions_(std::move(regions)) {}
-    UcxRegistered(const UcxRegistered&) = delete;
-    UcxRegistered& operator=(const UcxRegistered&) = delete;
     ~UcxRegistered() override {
         for (const Row& row : rows_) {
             regions_->remove(row);
@@ -66,9 +64,8 @@ class UcxRegistered final : public transfer::Registered {
     }
 
     void add(LocalRegion region) {
-        const Row row = region.span.row;
-        rows_.push_back(row);
-        regions_->add(row, std::move(region));
+        rows_.push_back(region.row);
+        regions_->add(std::move(region));
     }
 
   private:
@@ -76,32 +73,18 @@ class UcxRegistered final : public transfer::Registered {
     std::vector<Row> rows_;
 };
 
-class UcxXfer final : public transfer::NativeXfer {
+/// Moves bytes by copies through a mapping, or by UCX's gets and puts.
+class OneSidedXfer final : public UcxXfer {
   public:
-    UcxXfer(const UcxConnection& connection, const LocalRegions& local_regions, Op op,
-            const transfer::RowPairs& rows)
-        : endpoint_(connection.endpoint),
-          regions_(connection.regions),
-          peer_(connection.name),
-          op_(op),
-          completion_(endpoint_->worker()->library()) {
-        const LocalRegion* local = nullptr;
-        const RemoteRegion* remote = nullptr;
-        parts_.reserve(rows.local.size());
-        for (std::size_t i = 0; i < rows.local.size(); ++i) {
-            parts_.push_back({rows.local[i].address, rows.remote[i].address, rows.local[i].length,
-                              local_regions.find(rows.local[i], local).memory->handle(),
-                              &regions_->find(rows.remote[i], remote)});
-        }
-        if (rows.local_memory != Memory::kDram) {
-            may_copy_ = false;
-        }
-    }
+    OneSidedXfer(UcxConnection& connection, const LocalRegions& local_regions, Op op,
+                 const transfer::RowPairs& rows)
+        : UcxXfer(connection, local_regions, op, rows),
+          may_copy_(rows.local_memory == Memory::kDram) {}
 
     void post() override {
         issue();
         if (completion_.is_quiet() && has_failed()) {
-            fail();
+            fail(call_of(op_));
         }
     }
 
@@ -113,7 +96,7 @@ class UcxXfer final : public transfer::NativeXfer {
             return false;
         }
         if (has_failed()) {
-            fail();
+            fail(call_of(op_));
         }
         if (next_ < parts_.size()) {
             return false;
@@ -124,7 +107,7 @@ class UcxXfer final : public transfer::NativeXfer {
             is_flushed_ = true;
             endpoint_->flush(completion_);
             if (has_failed()) {
-                fail();
+                fail(call_of(op_));
             }
             return completion_.is_quiet();
         }
@@ -132,14 +115,6 @@ class UcxXfer final : public transfer::NativeXfer {
     }
 
   private:
-    struct Part {
-        std::uint64_t local;
-        std::uint64_t remote;
-        std::uint64_t length;
-        capi::Memory memory;
-        const RemoteRegion* region;
-    };
-
     void issue() {
         bool has_copied = false;
         for (; next_ < parts_.size() && completion_.pending() < kWindow && !has_failed(); ++next_) {
@@ -168,23 +143,7 @@ class UcxXfer final : public transfer::NativeXfer {
         }
     }
 
-    [[nodiscard]] bool has_failed() const {
-        return completion_.status() != Status::kOk || endpoint_->failure();
-    }
-
-    [[noreturn]] void fail() const {
-        throw_failure(*endpoint_, completion_.status(), call_of(op_),
-                      text(parts_.size(), " rows of peer '", peer_, "'"));
-    }
-
-    const std::shared_ptr<Endpoint> endpoint_;
-    const std::shared_ptr<const RemoteRegions> regions_;
-    const std::string peer_;
-    const Op op_;
-    Completion completion_;
-    std::vector<Part> parts_;
-    std::size_t next_ = 0;
-    bool may_copy_ = true;
+    const bool may_copy_;
     bool is_flushed_ = false;
 };
 
@@ -197,9 +156,8 @@ UcxDriver::UcxDriver(std::shared_ptr<Context> context, std::string name, capi::E
       regions_(std::make_shared<LocalRegions>()),
       worker_(std::make_shared<Worker>(context_)),
       server_(worker_, errors_, regions_) {
-    worker_->on_message(kMessageId, [this](std::string_view header, std::string_view data) {
-        on_message(header, data);
-    });
+    worker_->on_message(
+        [this](std::string_view header, std::string_view data) { on_message(header, data); });
 }
 
 /// Called by UCX, through which no exception may pass.
@@ -243,7 +201,7 @@ std::unique_ptr<transfer::Registered> UcxDriver::register_memory(
             memory = MemoryHandle::map(context_, span.row.address, span.row.length,
                                        memory_type(span.memory));
         }
-        registered->add({span, std::move(memory)});
+        registered->add({span.row, span.memory, std::move(memory)});
     }
     return registered;
 }
@@ -307,7 +265,7 @@ std::unique_ptr<transfer::NativeXfer> UcxDriver::make(transfer::Connection& conn
     if (needs_am_rma(peer, rows)) {
         return std::make_unique<AmRmaXfer>(xfers_, peer, *regions_, op, rows);
     }
-    return std::make_unique<UcxXfer>(peer, *regions_, op, rows);
+    return std::make_unique<OneSidedXfer>(peer, *regions_, op, rows);
 }
 
 void UcxDriver::notify(transfer::Connection& connection, const std::string& message) {

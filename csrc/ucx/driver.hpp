@@ -22,8 +22,6 @@ class UcxDriver final : public transfer::Driver {
     /// @param errors whether UCX monitors connections; both sides need the same
     UcxDriver(std::shared_ptr<Context> context, std::string name,
               capi::ErrorMode errors = capi::kErrorPeer);
-    UcxDriver(const UcxDriver&) = delete;
-    UcxDriver& operator=(const UcxDriver&) = delete;
     ~UcxDriver() override { server_.close(); }
 
     std::unique_ptr<transfer::Registered> register_memory(

@@ -102,12 +102,11 @@ void Endpoint::flush(Completion& completion) {
     completion.add(fn().ep_flush_nbx(usable(), &params));
 }
 
-void Endpoint::send(Completion& completion, unsigned id, std::string_view header,
-                    std::string_view data) {
+void Endpoint::send(Completion& completion, std::string_view header, std::string_view data) {
     capi::RequestParams params = completion.params();
     params.mask |= capi::RequestParams::kFlags;
     params.flags = capi::kAmSendEager | capi::kAmSendCopyHeader;
-    completion.add(fn().am_send_nbx(usable(), id, header.data(), header.size(), data.data(),
+    completion.add(fn().am_send_nbx(usable(), kMessageId, header.data(), header.size(), data.data(),
                                     data.size(), &params));
 }
 

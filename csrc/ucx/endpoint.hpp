@@ -37,8 +37,6 @@ class Endpoint : LiveCounted<Endpoint> {
     /// @throws UcxError when no transport reaches the peer
     Endpoint(std::shared_ptr<Worker> worker, std::string_view address,
              capi::ErrorMode errors = capi::kErrorPeer);
-    Endpoint(const Endpoint&) = delete;
-    Endpoint& operator=(const Endpoint&) = delete;
     ~Endpoint();
 
     [[nodiscard]] const std::shared_ptr<Worker>& worker() const noexcept { return worker_; }
@@ -55,7 +53,7 @@ class Endpoint : LiveCounted<Endpoint> {
     /// Complete when all earlier requests are complete at the peer.
     void flush(Completion& completion);
     /// Send an active message. The data, not the header, must stay in place until completion.
-    void send(Completion& completion, unsigned id, std::string_view header, std::string_view data);
+    void send(Completion& completion, std::string_view header, std::string_view data);
 
     /// Keep a request whose owner dropped it until it has ended.
     void quarantine(std::unique_ptr<Request> request);
@@ -88,8 +86,6 @@ class RemoteKey : LiveCounted<RemoteKey> {
 
     /// @param packed the peer's MemoryHandle::pack(); as trusted as an address
     RemoteKey(std::shared_ptr<Endpoint> endpoint, std::string_view packed);
-    RemoteKey(const RemoteKey&) = delete;
-    RemoteKey& operator=(const RemoteKey&) = delete;
     ~RemoteKey();
 
     [[nodiscard]] capi::RemoteKey handle() const;

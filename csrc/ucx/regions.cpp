@@ -43,9 +43,9 @@ std::string describe(capi::ErrorMode errors, const std::string& address,
     out.put_bytes(can_be_mapped ? this_host() : "");
     out.put(static_cast<std::uint32_t>(regions.all().size()));
     for (const auto& [key, region] : regions.all()) {
-        out.put(region.span.row.address);
-        out.put(region.span.row.length);
-        out.put(region.span.row.device);
+        out.put(region.row.address);
+        out.put(region.row.length);
+        out.put(region.row.device);
         out.put_bytes(region.memory->pack());
     }
     return out.take();
@@ -115,7 +115,7 @@ std::shared_ptr<const RemoteRegions> unpack_regions(const std::shared_ptr<Endpoi
         if (!key) {
             key = std::make_shared<RemoteKey>(endpoint, packed);
         }
-        regions->add(row, {row, key, static_cast<char*>(key->pointer(row.address))});
+        regions->add({row, key, static_cast<char*>(key->pointer(row.address))});
     }
     return regions;
 }

@@ -22,8 +22,9 @@ class RegionMap {
   public:
     using Key = std::pair<std::uint64_t, std::uint64_t>;
 
-    void add(const Row& row, Region region) {
-        regions_.insert_or_assign(Key{row.device, row.address}, std::move(region));
+    void add(Region region) {
+        const Key key{region.row.device, region.row.address};
+        regions_.insert_or_assign(key, std::move(region));
     }
     void remove(const Row& row) { regions_.erase(Key{row.device, row.address}); }
     [[nodiscard]] const std::map<Key, Region>& all() const noexcept { return regions_; }
@@ -32,10 +33,10 @@ class RegionMap {
     /// is tried first.
     /// @throws Error NotRegisteredError
     [[nodiscard]] const Region& find(const Row& row, const Region*& hint) const {
-        if (hint == nullptr || !hint->contains(row)) {
+        if (hint == nullptr || !hint->row.contains(row)) {
             const auto next = regions_.upper_bound(Key{row.device, row.address});
             hint = next == regions_.begin() ? nullptr : &std::prev(next)->second;
-            if (hint == nullptr || !hint->contains(row)) {
+            if (hint == nullptr || !hint->row.contains(row)) {
                 throw Error("NotRegisteredError", text(row.str(), " is not registered with UCX"));
             }
         }
@@ -47,16 +48,15 @@ class RegionMap {
 };
 
 struct LocalRegion {
-    transfer::Span span;
+    Row row;
+    transfer::Memory memory_type;
     std::shared_ptr<MemoryHandle> memory;
-    [[nodiscard]] bool contains(const Row& r) const noexcept { return span.row.contains(r); }
 };
 
 struct RemoteRegion {
     Row row;
     std::shared_ptr<RemoteKey> key;
     char* direct;  ///< where it is mapped in this process; null if it is not
-    [[nodiscard]] bool contains(const Row& r) const noexcept { return row.contains(r); }
 };
 
 using LocalRegions = RegionMap<LocalRegion>;

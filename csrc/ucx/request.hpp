@@ -31,8 +31,6 @@ class Request : LiveCounted<Request> {
         // A request that is dropped before it has ended lives on at its endpoint.
         return {request.release(), [](Request* dropped) { retire(dropped); }};
     }
-    Request(const Request&) = delete;
-    Request& operator=(const Request&) = delete;
     ~Request() = default;
 
     [[nodiscard]] const std::shared_ptr<Endpoint>& endpoint() const noexcept { return endpoint_; }

@@ -86,19 +86,18 @@ bool Worker::arm() {
     return true;
 }
 
-void Worker::on_message(unsigned id, MessageHandler handler) {
-    auto kept = std::make_unique<MessageHandler>(std::move(handler));
+void Worker::on_message(MessageHandler handler) {
+    handler_ = std::move(handler);
     capi::AmHandler params{};
     params.mask = capi::AmHandler::kId | capi::AmHandler::kFlags | capi::AmHandler::kCallback |
                   capi::AmHandler::kArgument;
-    params.id = id;
+    params.id = kMessageId;
     params.flags = capi::AmHandler::kWholeMessage;
     params.callback = &deliver;
-    params.argument = kept.get();
+    params.argument = &handler_;
     library().check(library().fn().worker_set_am_recv_handler(handle_, &params),
                     "ucp_worker_set_am_recv_handler",
-                    [id] { return text("active messages of id ", id); });
-    handlers_.push_back(std::move(kept));
+                    [] { return text("active messages of id ", kMessageId); });
 }
 
 }  // namespace pynixlkv::ucx

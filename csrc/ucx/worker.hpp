@@ -9,7 +9,6 @@
 #include <mutex>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "base/live_count.hpp"
 #include "ucx/context.hpp"
@@ -72,6 +71,9 @@ class Completion {
     Status status_ = Status::kOk;
 };
 
+/// The id of all active messages between agents; headers tell them apart.
+inline constexpr unsigned kMessageId = 77;
+
 /// Called from within progress() with an active message, whose bytes are valid during the call.
 using MessageHandler = std::function<void(std::string_view header, std::string_view data)>;
 
@@ -82,8 +84,6 @@ class Worker : LiveCounted<Worker> {
     static constexpr const char* kLiveName = "ucx.Worker";
 
     explicit Worker(std::shared_ptr<Context> context);
-    Worker(const Worker&) = delete;
-    Worker& operator=(const Worker&) = delete;
     ~Worker();
 
     /// Keep other threads out while the result lives.
@@ -125,8 +125,8 @@ class Worker : LiveCounted<Worker> {
             sleep(until);
         }
     }
-    /// Call a function for every active message of an id.
-    void on_message(unsigned id, MessageHandler handler);
+    /// Call a function for every active message.
+    void on_message(MessageHandler handler);
 
   private:
     void sleep(TimePoint until) const;
@@ -135,7 +135,7 @@ class Worker : LiveCounted<Worker> {
     mutable std::recursive_mutex mutex_;
     capi::Worker handle_ = nullptr;
     int event_fd_ = -1;
-    std::vector<std::unique_ptr<MessageHandler>> handlers_;
+    MessageHandler handler_;
 };
 
 }  // namespace pynixlkv::ucx

@@ -244,7 +244,7 @@ TEST_CASE("forged messages write nothing outside of registered memory, and do no
         const auto sent =
             ucx::Request::start(endpoint, "ucp_am_send_nbx", {}, [&](auto& completion) {
                 const std::size_t size = pick(whole.size(), whole.size(), random() % whole.size());
-                endpoint->send(completion, ucx::kMessageId, whole.substr(0, size), data);
+                endpoint->send(completion, whole.substr(0, size), data);
             });
         CHECK(worker->progress_until(in(20s), true, [&] { return sent->check(); }));
     }

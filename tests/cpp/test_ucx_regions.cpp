@@ -118,9 +118,9 @@ TEST_CASE("no mutation is read beyond its end") {
 
 TEST_CASE("a region map finds what contains a row, with and without a hint") {
     RemoteRegions regions;
-    regions.add({100, 50, 0}, {{100, 50, 0}, nullptr, nullptr});
-    regions.add({150, 50, 0}, {{150, 50, 0}, nullptr, nullptr});
-    regions.add({100, 50, 1}, {{100, 50, 1}, nullptr, nullptr});
+    regions.add({{100, 50, 0}, nullptr, nullptr});
+    regions.add({{150, 50, 0}, nullptr, nullptr});
+    regions.add({{100, 50, 1}, nullptr, nullptr});
     const RemoteRegion* hint = nullptr;
     CHECK_EQ(regions.find({100, 50, 0}, hint).row.address, std::uint64_t{100});
     CHECK_EQ(regions.find({199, 1, 0}, hint).row.address, std::uint64_t{150});
