@@ -309,6 +309,8 @@ class Agent(Closeable, ABC):
 
         Parameters
         ----------
+        peer : Peer
+            Where from.
         plan : TransferPlan
             Local geometry against the peer's.
         local_blocks, remote_blocks : array_like of int
@@ -390,6 +392,8 @@ class Agent(Closeable, ABC):
         local, remote : ndarray of uint64, shape (n, 3)
             Descriptors (address, length in bytes, device number), paired by index; those that are
             written must not overlap. Copied before the call returns.
+        peer, notify, timeout
+            As in `read`.
 
         Raises
         ------

@@ -27,7 +27,7 @@ using kv::Geometry;
 using kv::Plan;
 
 using IdArray = py::array_t<std::int64_t, py::array::c_style>;
-using RowArray = py::array_t<std::uint64_t, py::array::c_style>;
+using DescriptorArray = py::array_t<std::uint64_t, py::array::c_style>;
 using Bounds = std::pair<std::uint64_t, std::uint64_t>;
 /// Local and remote block ids, num_tokens or -1, local_start, remote_start.
 using GroupTables = std::tuple<IdArray, IdArray, std::int64_t, std::int64_t, std::int64_t>;
@@ -133,13 +133,13 @@ Expansion expand(const BlockTables& tables) {
     return Expansion(tables);
 }
 
-std::pair<RowArray, RowArray> descriptors(const BlockTables& tables) {
+std::pair<DescriptorArray, DescriptorArray> descriptors(const BlockTables& tables) {
     const Expansion expansion = expand(tables);
     const std::array<std::size_t, 2> shape{expansion.bound(), 3};
-    RowArray local(shape);
-    RowArray remote(shape);
-    auto* const local_rows = reinterpret_cast<Row*>(local.mutable_data());
-    auto* const remote_rows = reinterpret_cast<Row*>(remote.mutable_data());
+    DescriptorArray local(shape);
+    DescriptorArray remote(shape);
+    auto* const local_rows = reinterpret_cast<Descriptor*>(local.mutable_data());
+    auto* const remote_rows = reinterpret_cast<Descriptor*>(remote.mutable_data());
     std::size_t count = 0;
     {
         const py::gil_scoped_release release;

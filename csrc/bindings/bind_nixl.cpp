@@ -55,7 +55,7 @@ struct span_caster {
     std::span<const Item> value_;
 };
 template <>
-struct type_caster<pynixlkv::nixl::Rows> : span_caster<pynixlkv::Row, std::uint64_t> {};
+struct type_caster<pynixlkv::nixl::Rows> : span_caster<pynixlkv::Descriptor, std::uint64_t> {};
 template <>
 struct type_caster<std::span<const std::int32_t>> : span_caster<std::int32_t, std::int32_t> {};
 
@@ -100,7 +100,7 @@ static bool is_closed(const T& self) {
 
 static std::string repr(const Registration& self) {
     std::uint64_t num_bytes = 0;
-    for (const Row& row : self.rows()) {
+    for (const Descriptor& row : self.rows()) {
         num_bytes += row.length;
     }
     return text("<Registration of ", num_bytes, " bytes ", memory_name(self.memory()), " in ",

@@ -32,22 +32,22 @@ namespace {
 using namespace transfer;
 
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
-using RowArray = py::array_t<std::uint64_t, py::array::c_style>;
+using DescriptorArray = py::array_t<std::uint64_t, py::array::c_style>;
 
-std::vector<Row> copy_rows(const RowArray& array) {
+std::vector<Descriptor> copy_rows(const DescriptorArray& array) {
     if (array.ndim() != 2 || array.shape(1) != 3) {
         throw Error("PlanError", "descriptors must be a uint64 array of shape (n, 3)");
     }
-    std::vector<Row> rows(static_cast<std::size_t>(array.shape(0)));
+    std::vector<Descriptor> rows(static_cast<std::size_t>(array.shape(0)));
     if (!rows.empty()) {
-        std::memcpy(rows.data(), array.data(), rows.size() * sizeof(Row));
+        std::memcpy(rows.data(), array.data(), rows.size() * sizeof(Descriptor));
     }
     return rows;
 }
 
-std::vector<Span> copy_spans(const RowArray& rows, const std::vector<int>& memories) {
+std::vector<Span> copy_spans(const DescriptorArray& rows, const std::vector<int>& memories) {
     std::vector<Span> spans;
-    const std::vector<Row> copied = copy_rows(rows);
+    const std::vector<Descriptor> copied = copy_rows(rows);
     if (copied.size() != memories.size()) {
         throw Error("ConfigError", "as many memory types as rows are needed");
     }
@@ -106,7 +106,8 @@ Submission make_submission(int op, std::shared_ptr<Peer> peer, std::optional<Byt
 }
 
 std::shared_ptr<Transfer> submit_descriptors(Agent& agent, int op, std::shared_ptr<Peer> peer,
-                                             const RowArray& local, const RowArray& remote,
+                                             const DescriptorArray& local,
+                                             const DescriptorArray& remote,
                                              std::optional<Bytes> notify, double timeout) {
     Submission submission = make_submission(op, std::move(peer), std::move(notify), timeout);
     submission.local = copy_rows(local);
@@ -165,7 +166,7 @@ void bind_transfer(py::module_ m) {
         .def_property_readonly("name", &Agent::name)
         .def(
             "register_memory",
-            [](Agent& a, const RowArray& rows, const std::vector<int>& memories) {
+            [](Agent& a, const DescriptorArray& rows, const std::vector<int>& memories) {
                 auto spans = copy_spans(rows, memories);
                 const py::gil_scoped_release release;
                 return a.register_memory(std::move(spans));
@@ -174,7 +175,7 @@ void bind_transfer(py::module_ m) {
         .def("deregister", &Agent::deregister, ReleaseGil(), py::arg("registration"))
         .def(
             "check_registered",
-            [](const Agent& a, const RowArray& rows) {
+            [](const Agent& a, const DescriptorArray& rows) {
                 const auto copied = copy_rows(rows);
                 const py::gil_scoped_release release;
                 a.check_registered(copied);
@@ -192,7 +193,7 @@ void bind_transfer(py::module_ m) {
         .def(
             "connect",
             [](Agent& a, const std::string& name, const Bytes& incarnation, const Bytes& metadata,
-               const RowArray& rows, const std::vector<int>& memories) {
+               const DescriptorArray& rows, const std::vector<int>& memories) {
                 const auto spans = copy_spans(rows, memories);
                 const py::gil_scoped_release release;
                 return a.connect(name, incarnation.value, metadata.value, spans);

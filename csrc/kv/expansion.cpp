@@ -63,11 +63,11 @@ class Cursor {
 /// Merges rows that adjoin on both sides, and cuts them to `max_bytes`.
 class RowWriter {
   public:
-    RowWriter(Row* local, Row* remote, std::uint64_t max_bytes)
+    RowWriter(Descriptor* local, Descriptor* remote, std::uint64_t max_bytes)
         : local_(local), remote_(remote), max_bytes_(max_bytes) {}
 
     void push(std::uint64_t local, std::uint64_t remote, std::uint64_t length,
-              const Row* local_span, const Row* remote_span) {
+              const Descriptor* local_span, const Descriptor* remote_span) {
         if (local == local_end_ && remote == remote_end_ && local_span == local_span_ &&
             remote_span == remote_span_) {
             local_end_ += length;
@@ -102,16 +102,16 @@ class RowWriter {
         }
     }
 
-    Row* local_;
-    Row* remote_;
+    Descriptor* local_;
+    Descriptor* remote_;
     std::uint64_t max_bytes_;
     std::size_t count_ = 0;
     bool is_ascending_ = true;
     std::uint64_t local_begin_ = 0;
     std::uint64_t local_end_ = 0;
     std::uint64_t remote_end_ = 0;
-    const Row* local_span_ = nullptr;
-    const Row* remote_span_ = nullptr;
+    const Descriptor* local_span_ = nullptr;
+    const Descriptor* remote_span_ = nullptr;
 };
 
 /// Raise a PlanError unless the tables cover all positions to move.
@@ -274,7 +274,7 @@ void Expansion::for_each_run(Visit visit) const {
     }
 }
 
-std::size_t Expansion::emit(Row* local, Row* remote) const {
+std::size_t Expansion::emit(Descriptor* local, Descriptor* remote) const {
     RowWriter writer(local, remote, plan_.max_bytes());
     for_each_run([&](std::uint64_t a, std::uint64_t b, const Run& run) {
         writer.push(a, b, run.length, run.span[0], run.span[1]);
@@ -300,7 +300,7 @@ std::size_t Expansion::emit(Row* local, Row* remote) const {
     return sorted.finish();
 }
 
-void Expansion::emit(std::vector<Row>& local, std::vector<Row>& remote) const {
+void Expansion::emit(std::vector<Descriptor>& local, std::vector<Descriptor>& remote) const {
     local.resize(bound());
     remote.resize(bound());
     const std::size_t count = emit(local.data(), remote.data());

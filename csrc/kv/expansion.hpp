@@ -57,10 +57,10 @@ class Expansion {
     /// Write the rows of both sides to arrays of at least `bound()` each: paired by index,
     /// ascending by local address, adjacent rows merged, then cut to max_bytes.
     /// @return number of rows
-    std::size_t emit(Row* local, Row* remote) const;
+    std::size_t emit(Descriptor* local, Descriptor* remote) const;
 
     /// As `emit`; replaces the contents of the vectors.
-    void emit(std::vector<Row>& local, std::vector<Row>& remote) const;
+    void emit(std::vector<Descriptor>& local, std::vector<Descriptor>& remote) const;
 
     /// Number of indices that `emit_indices` gives; none if the plan cannot prepare or part of a
     /// block would move.

@@ -281,7 +281,7 @@ Plan::Plan(const Geometry& local, const Geometry& remote, const Selection& selec
 }
 
 /// Keep the spans that nests lie in, and number them anew.
-void Plan::keep_used_spans(std::size_t side, const std::vector<Row>& spans) {
+void Plan::keep_used_spans(std::size_t side, const std::vector<Descriptor>& spans) {
     std::map<std::size_t, std::size_t> places;
     for (const LoopNest& nest : nests_) {
         places.emplace(nest.span[side], 0);

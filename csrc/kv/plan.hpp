@@ -10,7 +10,7 @@
 #include <span>
 #include <vector>
 
-#include "base/row.hpp"
+#include "base/descriptor.hpp"
 #include "kv/checks.hpp"
 #include "kv/region.hpp"
 
@@ -92,7 +92,7 @@ struct Run {
     std::array<std::uint64_t, 2> address;
     std::uint64_t length;
     std::array<std::uint64_t, 2> block_stride;
-    std::array<const Row*, 2> span;
+    std::array<const Descriptor*, 2> span;
 };
 
 /// A run of whole blocks, cut to max_bytes, with its places in the prepared lists: the run of block
@@ -118,7 +118,9 @@ class Plan {
     [[nodiscard]] std::uint64_t max_bytes() const noexcept { return max_bytes_; }
 
     /// The spans of one side that contain the plan's descriptors, and no others.
-    [[nodiscard]] const std::vector<Row>& extents(Side side) const noexcept { return spans_[side]; }
+    [[nodiscard]] const std::vector<Descriptor>& extents(Side side) const noexcept {
+        return spans_[side];
+    }
 
     /// The positions that the tables of a group have in common; their ends may differ.
     /// @throws Error PlanError naming group, index, value and limit
@@ -145,17 +147,17 @@ class Plan {
     /// Every run of every block of a side's pool, cut to max_bytes, ascending by address (except
     /// where groups interleave in memory).
     /// @throws Error PlanError unless the pool can be prepared
-    [[nodiscard]] std::vector<Row> prepared_rows(Side side) const;
+    [[nodiscard]] std::vector<Descriptor> prepared_rows(Side side) const;
 
   private:
-    void keep_used_spans(std::size_t side, const std::vector<Row>& spans);
+    void keep_used_spans(std::size_t side, const std::vector<Descriptor>& spans);
     void add_to_run_groups(std::size_t index);
     void append_runs(const LoopNest& nest, const SlotRange& slots, std::vector<Run>& out) const;
     [[nodiscard]] std::vector<PoolRun> make_pool_runs() const;
 
     std::uint64_t max_bytes_;
     std::vector<LoopNest> nests_;
-    std::array<std::vector<Row>, 2> spans_;
+    std::array<std::vector<Descriptor>, 2> spans_;
     std::vector<GroupPair> groups_;
     std::vector<RunGroup> run_groups_;
     mutable std::once_flag pool_made_;

@@ -61,12 +61,12 @@ const Plan::Pool& Plan::pool() const {
     return pool_;
 }
 
-std::vector<Row> Plan::prepared_rows(Side side) const {
+std::vector<Descriptor> Plan::prepared_rows(Side side) const {
     if (!pool().can_prepare) {
         plan_error("the plan cannot be prepared: the sides need blocks of the same tokens, and ",
                    std::numeric_limits<std::int32_t>::max(), " rows at most");
     }
-    std::vector<Row> rows(pool().sizes[side]);
+    std::vector<Descriptor> rows(pool().sizes[side]);
     for (const PoolRun& at : pool().runs) {
         for (std::uint64_t block = 0; block < groups_[at.group].paging[side].num_blocks; ++block) {
             rows[at.first[side] + block * at.step[side]] = {

@@ -150,7 +150,7 @@ void check_region(const Region& region, const Geometry& geometry, const Group& g
                      group.paging.num_blocks, " of ", group.paging.slots);
     }
     check_nested(region, group.element_bytes, subject);
-    const Row& span = geometry.spans[region.span];
+    const Descriptor& span = geometry.spans[region.span];
     const std::uint64_t end = region_end(region, group.element_bytes);
     if (region.base < span.address || end > span.address + span.length) {
         layout_error(subject, " occupies [", region.base, ", ", end, "), outside its span [",
@@ -158,10 +158,10 @@ void check_region(const Region& region, const Geometry& geometry, const Group& g
     }
 }
 
-void check_spans(const std::vector<Row>& spans) {
+void check_spans(const std::vector<Descriptor>& spans) {
     check_range("number of spans", spans.size(), 1);
     std::uint64_t previous_end = 0;
-    for (const Row& span : spans) {
+    for (const Descriptor& span : spans) {
         check_range("span address", span.address);
         check_range("span bytes", span.length, 1);
         check_range("span device", span.device);

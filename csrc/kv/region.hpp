@@ -9,7 +9,7 @@
 #include <tuple>
 #include <vector>
 
-#include "base/row.hpp"
+#include "base/descriptor.hpp"
 
 namespace pynixlkv::kv {
 
@@ -79,7 +79,7 @@ struct Group {
 /// All that one rank holds.
 struct Geometry {
     /// Memory registered as a whole, ascending and disjoint.
-    std::vector<Row> spans;
+    std::vector<Descriptor> spans;
     std::vector<Group> groups;
 };
 

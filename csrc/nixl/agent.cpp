@@ -35,7 +35,7 @@ void require_rows(Rows rows, const char* side, bool allow_zero_length) {
         throw Error("ConfigError", text("the ", side, " descriptors are empty"));
     }
     for (std::size_t i = 0; i < rows.size(); ++i) {
-        const Row& row = rows[i];
+        const Descriptor& row = rows[i];
         if (row.length == 0 && !allow_zero_length) {
             throw Error("ConfigError",
                         text(side, " descriptor ", i, " (", row.str(), ") has zero length"));
@@ -293,7 +293,7 @@ std::vector<Pin> Agent::pin(Memory memory, Rows rows, const char* side) const {
     };
     const transfer::MemoryMap::Entry* hit = nullptr;
     for (std::size_t i = 0; i < rows.size(); ++i) {
-        const Row& row = rows[i];
+        const Descriptor& row = rows[i];
         if (hit != nullptr && hit->row.contains(row)) {
             continue;
         }

@@ -136,7 +136,7 @@ class RegisteredMemory {
   private:
     std::shared_ptr<AgentHandle> agent_;
     Memory memory_;
-    std::vector<Row> rows_;
+    std::vector<Descriptor> rows_;
     Owned<capi::RegList> list_;
     Owned<capi::OptArgs> args_;
     bool is_registered_ = false;

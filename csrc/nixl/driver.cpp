@@ -86,7 +86,7 @@ NixlDriver::NixlDriver(std::shared_ptr<const Library> library, std::string name,
 
 std::unique_ptr<transfer::Registered> NixlDriver::register_memory(
     std::span<const transfer::Span> spans) {
-    std::map<Memory, std::vector<Row>> by_memory;
+    std::map<Memory, std::vector<Descriptor>> by_memory;
     for (const transfer::Span& span : spans) {
         by_memory[span.memory].push_back(span.row);
     }
@@ -155,7 +155,7 @@ std::unique_ptr<transfer::NativeXfer> NixlDriver::request(transfer::Connection& 
 
 std::unique_ptr<transfer::NativeXfer> NixlDriver::make(transfer::Connection& connection,
                                                        transfer::Op op,
-                                                       const transfer::RowPairs& rows) {
+                                                       const transfer::DescriptorPairs& rows) {
     return request(connection, op, rows.local.size(), [&](const std::string& peer) {
         const auto local = make_xfer_list(agent_->library(), rows.local_memory, rows.local);
         const auto remote = make_xfer_list(agent_->library(), rows.remote_memory, rows.remote);
@@ -164,7 +164,7 @@ std::unique_ptr<transfer::NativeXfer> NixlDriver::make(transfer::Connection& con
 }
 
 std::unique_ptr<transfer::Prepared> NixlDriver::prepare(transfer::Connection& connection,
-                                                        const transfer::RowPairs& rows) {
+                                                        const transfer::DescriptorPairs& rows) {
     const auto prepare_side = [this](const std::string& peer, Memory memory, Rows side) {
         const auto list = make_xfer_list(agent_->library(), memory, side);
         return PreparedHandle(agent_->prepare(peer, list.get(), args_.get()), {agent_});

@@ -32,9 +32,9 @@ class NixlDriver final : public transfer::Driver {
     void refresh(transfer::Connection& connection, std::string_view metadata) override;
     bool is_alive(transfer::Connection& connection) override;
     std::unique_ptr<transfer::NativeXfer> make(transfer::Connection& connection, transfer::Op op,
-                                               const transfer::RowPairs& rows) override;
+                                               const transfer::DescriptorPairs& rows) override;
     std::unique_ptr<transfer::Prepared> prepare(transfer::Connection& connection,
-                                                const transfer::RowPairs& rows) override;
+                                                const transfer::DescriptorPairs& rows) override;
     std::unique_ptr<transfer::NativeXfer> make(transfer::Connection& connection, transfer::Op op,
                                                transfer::Prepared& prepared,
                                                const transfer::IndexPairs& indices) override;

@@ -75,7 +75,7 @@ Owned<capi::XferList> make_xfer_list(const Library& library, Memory memory, Rows
     auto owned = own<capi::XferList>(
         library, fn.destroy_xfer_dlist, "create_xfer_dlist", no_detail,
         [&](capi::XferList* out) { return fn.create_xfer_dlist(static_cast<int>(memory), out); });
-    for (const Row& row : rows) {
+    for (const Descriptor& row : rows) {
         library.check(fn.xfer_dlist_add_desc(owned.get(), row.address, row.length, row.device),
                       "xfer_dlist_add_desc", [&] { return row.str(); });
     }
@@ -93,7 +93,7 @@ Owned<capi::RegList> make_reg_list(const Library& library, Memory memory, Rows r
         library, fn.destroy_reg_dlist, "create_reg_dlist", no_detail,
         [&](capi::RegList* out) { return fn.create_reg_dlist(static_cast<int>(memory), out); });
     for (std::size_t i = 0; i < rows.size(); ++i) {
-        const Row& row = rows[i];
+        const Descriptor& row = rows[i];
         const char* blob = blobs.empty() ? nullptr : blobs[i].data();
         const std::size_t blob_size = blobs.empty() ? 0 : blobs[i].size();
         library.check(fn.reg_dlist_add_desc(owned.get(), row.address, row.length, row.device, blob,

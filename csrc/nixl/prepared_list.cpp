@@ -14,10 +14,10 @@ PreparedList::PreparedList(std::shared_ptr<Agent> agent, std::string peer, Memor
       size_(rows.size()),
       generation_(generation),
       uniform_length_(rows.front().length) {
-    const auto differs = [this](const Row& row) { return row.length != uniform_length_; };
+    const auto differs = [this](const Descriptor& row) { return row.length != uniform_length_; };
     if (std::any_of(rows.begin(), rows.end(), differs)) {
         lengths_.reserve(rows.size());
-        for (const Row& row : rows) {
+        for (const Descriptor& row : rows) {
             lengths_.push_back(row.length);
         }
     }

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "base/row.hpp"
+#include "base/descriptor.hpp"
 #include "transfer/types.hpp"
 
 namespace pynixlkv::nixl {
@@ -23,7 +23,7 @@ using transfer::Op;
 
 using Duration = std::chrono::nanoseconds;
 using ParamMap = std::map<std::string, std::string>;
-using Rows = std::span<const Row>;
+using Rows = std::span<const Descriptor>;
 
 [[nodiscard]] constexpr const char* memory_name(Memory memory) noexcept {
     constexpr const char* kNames[] = {"DRAM", "VRAM", "BLOCK", "OBJECT", "FILE"};

@@ -41,7 +41,8 @@ class SignalsBlocked {
 
 /// Refuse rows of a caller that cannot be moved: pairs that do not match, empty rows, and rows that
 /// overlap on the written side.
-void check_pairs(const std::vector<Row>& local, const std::vector<Row>& remote, Op op) {
+void check_pairs(const std::vector<Descriptor>& local, const std::vector<Descriptor>& remote,
+                 Op op) {
     if (local.size() != remote.size()) {
         throw Error("PlanError", std::to_string(local.size()) + " local rows do not pair with " +
                                      std::to_string(remote.size()) + " remote rows");
@@ -58,8 +59,8 @@ void check_pairs(const std::vector<Row>& local, const std::vector<Row>& remote, 
                         "row " + std::to_string(i) + " has length 0; leave empty rows out");
         }
     }
-    const std::vector<Row>& written = op == Op::kRead ? local : remote;
-    const auto overlap = [](const Row& a, const Row& b) {
+    const std::vector<Descriptor>& written = op == Op::kRead ? local : remote;
+    const auto overlap = [](const Descriptor& a, const Descriptor& b) {
         return a.device == b.device && b.address < a.address + a.length;
     };
     bool ascending = true;
@@ -204,8 +205,8 @@ std::shared_ptr<Transfer> Agent::submit(Submission submission) {
                                        seconds_text(submission.timeout));
     }
     // Ranges that contain every row of the transfer.
-    const std::vector<Row>* local = &submission.local;
-    const std::vector<Row>* remote = &submission.remote;
+    const std::vector<Descriptor>* local = &submission.local;
+    const std::vector<Descriptor>* remote = &submission.remote;
     if (submission.tables) {
         const kv::Plan& plan = *submission.tables->plan();
         submission.tables->check_written_once(submission.op == Op::kRead ? kv::Side::kLocal

@@ -40,7 +40,7 @@ class Agent : LiveCounted<Agent> {
     ///         Error("ClosedError") when done before
     void deregister(const std::shared_ptr<Registration>& registration);
     /// @throws Error("NotRegisteredError") unless every row lies in registered memory
-    void check_registered(const std::vector<Row>& rows) const {
+    void check_registered(const std::vector<Descriptor>& rows) const {
         check_usable();
         shared_->registrations.check(rows);
     }

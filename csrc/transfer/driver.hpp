@@ -52,9 +52,9 @@ class Registered : public Polymorphic {};
 class Prepared : public Polymorphic {};
 
 /// Rows of both sides, paired by index in the case of a request.
-struct RowPairs {
-    std::span<const Row> local;
-    std::span<const Row> remote;
+struct DescriptorPairs {
+    std::span<const Descriptor> local;
+    std::span<const Descriptor> remote;
     Memory local_memory;
     Memory remote_memory;
 };
@@ -84,12 +84,12 @@ class Driver : public Polymorphic {
     /// Make a request out of rows of equal lengths.
     /// @throws ConnectionLost when the connection is gone, Error on other failures
     [[nodiscard]] virtual std::unique_ptr<NativeXfer> make(Connection& connection, Op op,
-                                                           const RowPairs& rows) = 0;
+                                                           const DescriptorPairs& rows) = 0;
 
     /// Put the rows of both sides (not paired) into the library's own form.
     /// @return null if the library has none
     [[nodiscard]] virtual std::unique_ptr<Prepared> prepare(Connection& /*connection*/,
-                                                            const RowPairs& /*rows*/) {
+                                                            const DescriptorPairs& /*rows*/) {
         return nullptr;
     }
     /// Make a request out of prepared rows. Only called with what `prepare` gave.

@@ -94,7 +94,8 @@ class FakeXfer final : public NativeXfer {
     using Node = FakeNetwork::Node;
 
     FakeXfer(std::shared_ptr<FakeNetwork> network, std::shared_ptr<const Node> self,
-             std::shared_ptr<Node> peer, Op op, std::vector<Row> local, std::vector<Row> remote)
+             std::shared_ptr<Node> peer, Op op, std::vector<Descriptor> local,
+             std::vector<Descriptor> remote)
         : network_(std::move(network)),
           self_(std::move(self)),
           peer_(std::move(peer)),
@@ -145,8 +146,8 @@ class FakeXfer final : public NativeXfer {
     const std::shared_ptr<const Node> self_;
     const std::shared_ptr<Node> peer_;
     const Op op_;
-    const std::vector<Row> local_;
-    const std::vector<Row> remote_;
+    const std::vector<Descriptor> local_;
+    const std::vector<Descriptor> remote_;
     TimePoint ready_{};
 };
 
@@ -201,18 +202,21 @@ class FakeDriver : public Driver {
         const std::lock_guard lock(network_->mutex_);
         return node_of(connection)->alive;
     }
-    std::unique_ptr<NativeXfer> make(Connection& connection, Op op, const RowPairs& rows) override {
+    std::unique_ptr<NativeXfer> make(Connection& connection, Op op,
+                                     const DescriptorPairs& rows) override {
         return make_xfer(connection, op, {rows.local.begin(), rows.local.end()},
                          {rows.remote.begin(), rows.remote.end()});
     }
-    std::unique_ptr<Prepared> prepare(Connection& /*connection*/, const RowPairs& rows) override {
+    std::unique_ptr<Prepared> prepare(Connection& /*connection*/,
+                                      const DescriptorPairs& rows) override {
         return std::make_unique<FakePrepared>(rows);
     }
     std::unique_ptr<NativeXfer> make(Connection& connection, Op op, Prepared& prepared,
                                      const IndexPairs& indices) override {
         const auto& lists = static_cast<const FakePrepared&>(prepared);
-        const auto pick = [](const std::vector<Row>& from, std::span<const std::int32_t> which) {
-            std::vector<Row> rows;
+        const auto pick = [](const std::vector<Descriptor>& from,
+                             std::span<const std::int32_t> which) {
+            std::vector<Descriptor> rows;
             for (const std::int32_t i : which) {
                 rows.push_back(from.at(static_cast<std::size_t>(i)));
             }
@@ -249,11 +253,11 @@ class FakeDriver : public Driver {
     };
 
     struct FakePrepared final : Prepared {
-        explicit FakePrepared(const RowPairs& rows)
+        explicit FakePrepared(const DescriptorPairs& rows)
             : local(rows.local.begin(), rows.local.end()),
               remote(rows.remote.begin(), rows.remote.end()) {}
-        const std::vector<Row> local;
-        const std::vector<Row> remote;
+        const std::vector<Descriptor> local;
+        const std::vector<Descriptor> remote;
     };
 
     struct FakeRegistered final : Registered {
@@ -274,8 +278,9 @@ class FakeDriver : public Driver {
     static const std::shared_ptr<Node>& node_of(Connection& connection) {
         return static_cast<const FakeConnection&>(connection).node;
     }
-    std::unique_ptr<NativeXfer> make_xfer(Connection& connection, Op op, std::vector<Row> local,
-                                          std::vector<Row> remote) {
+    std::unique_ptr<NativeXfer> make_xfer(Connection& connection, Op op,
+                                          std::vector<Descriptor> local,
+                                          std::vector<Descriptor> remote) {
         return std::make_unique<FakeXfer>(network_, self_, node_of(connection), op,
                                           std::move(local), std::move(remote));
     }

@@ -169,12 +169,12 @@ bool Loop::attempt(Active& a, Step step) {
 
 void Loop::cut_rows(Active& a) const {
     const std::uint64_t limit = shared_->options.batch_bytes;
-    const auto too_long = [limit](const Row& row) { return row.length > limit; };
+    const auto too_long = [limit](const Descriptor& row) { return row.length > limit; };
     if (std::none_of(a.local.begin(), a.local.end(), too_long)) {
         return;
     }
-    std::vector<Row> local;
-    std::vector<Row> remote;
+    std::vector<Descriptor> local;
+    std::vector<Descriptor> remote;
     for (std::size_t i = 0; i < a.local.size(); ++i) {
         for (std::uint64_t done = 0; done < a.local[i].length; done += limit) {
             const std::uint64_t length = std::min(limit, a.local[i].length - done);
@@ -195,7 +195,7 @@ void Loop::make_rows(Active& a) {
         a.remote.swap(spare_remote_);
         expansion.emplace(*a.tables).emit(a.local, a.remote);
     }
-    for (const Row& row : a.local) {
+    for (const Descriptor& row : a.local) {
         a.bytes += row.length;
     }
     if (expansion && a.tables->plan()->pool().can_prepare && !a.local.empty()) {
@@ -235,8 +235,8 @@ void Loop::choose_lists(Active& a, const kv::Expansion& expansion) {
         if (lists.regret_ns < costs_.prepare_ns * static_cast<double>(sizes[0] + sizes[1])) {
             return;
         }
-        const std::vector<Row> local = plan->prepared_rows(kv::Side::kLocal);
-        const std::vector<Row> remote = plan->prepared_rows(kv::Side::kRemote);
+        const std::vector<Descriptor> local = plan->prepared_rows(kv::Side::kLocal);
+        const std::vector<Descriptor> remote = plan->prepared_rows(kv::Side::kRemote);
         const TimePoint begin = Clock::now();
         lists.prepared =
             driver_->prepare(*a.link->connection, {local, remote, a.local_memory, a.remote_memory});

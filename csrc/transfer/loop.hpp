@@ -93,8 +93,8 @@ class Loop {
     Costs costs_;
     std::size_t num_xfers_ = 0;
     CommandQueue::Work work_;
-    std::vector<Row> spare_local_;
-    std::vector<Row> spare_remote_;
+    std::vector<Descriptor> spare_local_;
+    std::vector<Descriptor> spare_remote_;
     std::vector<Notification> arrivals_;
     /// Start of the current turn of the loop; deadlines are judged by it.
     TimePoint turn_ = Clock::now();

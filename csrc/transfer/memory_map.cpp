@@ -11,14 +11,14 @@ namespace pynixlkv::transfer {
 
 namespace {
 
-std::string range_text(const Row& row) {
+std::string range_text(const Descriptor& row) {
     return text("[0x", std::hex, row.address, ", 0x", row.address + row.length, std::dec, ") (",
                 row.length, " bytes, device ", row.device, ')');
 }
 
 }  // namespace
 
-void MemoryMap::require_free(const Row& row) const {
+void MemoryMap::require_free(const Descriptor& row) const {
     if (row.length == 0) {
         throw Error("ConfigError",
                     "a span of 0 bytes at " + range_text(row) + " cannot be registered");
@@ -27,7 +27,7 @@ void MemoryMap::require_free(const Row& row) const {
         throw Error("ConfigError", text("a span of ", row.length, " bytes at address ", row.address,
                                         " wraps around the end of the address space"));
     }
-    const auto refuse = [&](const Row& there) {
+    const auto refuse = [&](const Descriptor& there) {
         throw Error("AlreadyRegisteredError",
                     text(range_text(row), " overlaps ", range_text(there),
                          ", which is registered already; keep and reuse that registration"));
@@ -38,7 +38,7 @@ void MemoryMap::require_free(const Row& row) const {
         refuse(next->second.row);
     }
     if (next != spans_.begin()) {
-        const Row& before = std::prev(next)->second.row;
+        const Descriptor& before = std::prev(next)->second.row;
         if (before.device == row.device && before.address + before.length > row.address) {
             refuse(before);
         }
@@ -53,26 +53,35 @@ void MemoryMap::add(Owner owner, std::span<const Span> spans) {
 }
 
 void MemoryMap::add_overlapping(Owner owner, const Span& span) {
-    spans_.emplace(Key{span.row.device, span.row.address}, Entry{span.row, span.memory, owner});
+    by_owner_[owner].push_back(spans_.emplace(Key{span.row.device, span.row.address},
+                                              Entry{span.row, span.memory, owner}));
     longest_ = std::max(longest_, span.row.length);
 }
 
 void MemoryMap::remove(Owner owner) {
-    std::erase_if(spans_, [owner](const auto& entry) { return entry.second.owner == owner; });
+    const auto found = by_owner_.find(owner);
+    if (found == by_owner_.end()) {
+        return;
+    }
+    for (const auto& span : found->second) {
+        spans_.erase(span);
+    }
+    by_owner_.erase(found);
 }
 
-const MemoryMap::Entry* MemoryMap::find_exactly(const Row& row) const {
+const MemoryMap::Entry* MemoryMap::find_exactly(const Descriptor& row) const {
     const auto [first, last] = spans_.equal_range(Key{row.device, row.address});
     const auto found =
         std::find_if(first, last, [&](const auto& entry) { return entry.second.row == row; });
     return found != last ? &found->second : nullptr;
 }
 
-MemoryMap::Cover MemoryMap::cover(std::span<const Row> rows, const std::string& whose) const {
+MemoryMap::Cover MemoryMap::cover(std::span<const Descriptor> rows,
+                                  const std::string& whose) const {
     Cover result;
     const Entry* hit = nullptr;
     for (std::size_t i = 0; i < rows.size(); ++i) {
-        const Row& row = rows[i];
+        const Descriptor& row = rows[i];
         if (hit != nullptr && hit->row.contains(row)) {
             continue;  // rows come in address order: nearly always the span of the row before
         }

@@ -5,6 +5,7 @@
 #include <map>
 #include <span>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -18,27 +19,34 @@ class MemoryMap {
   public:
     using Owner = std::uint64_t;
 
+    MemoryMap() = default;
+    MemoryMap(const MemoryMap&) = delete;  // would keep iterators into the other's spans
+    MemoryMap& operator=(const MemoryMap&) = delete;
+
     struct Entry {
-        Row row;
+        Descriptor row;
         Memory memory;
         Owner owner;
     };
 
     /// @throws Error("AlreadyRegisteredError") when the row overlaps a span that is there, or
     ///         Error("ConfigError") when it is empty or wraps around
-    void require_free(const Row& row) const;
+    void require_free(const Descriptor& row) const;
     /// Add spans under an owner, as far as the first that `require_free` refuses.
     void add(Owner owner, std::span<const Span> spans);
     /// Add a span that may overlap others.
     void add_overlapping(Owner owner, const Span& span);
     /// Forget the spans of an owner.
     void remove(Owner owner);
-    void clear() noexcept { spans_.clear(); }
+    void clear() noexcept {
+        spans_.clear();
+        by_owner_.clear();
+    }
     [[nodiscard]] bool empty() const noexcept { return spans_.empty(); }
 
     /// A span that contains the row and is accepted, null if there is none.
     template <class Accept>
-    [[nodiscard]] const Entry* find(const Row& row, Accept accept) const {
+    [[nodiscard]] const Entry* find(const Descriptor& row, Accept accept) const {
         for (auto next = spans_.upper_bound({row.device, row.address}); next != spans_.begin();) {
             const Entry& entry = (--next)->second;
             if (entry.row.device != row.device || row.address - entry.row.address >= longest_) {
@@ -51,7 +59,7 @@ class MemoryMap {
         return nullptr;
     }
     /// The span that is the row, null if there is none.
-    [[nodiscard]] const Entry* find_exactly(const Row& row) const;
+    [[nodiscard]] const Entry* find_exactly(const Descriptor& row) const;
 
     /// What the rows lie in.
     struct Cover {
@@ -62,14 +70,17 @@ class MemoryMap {
     /// Check that every row lies wholly inside one span, all of one memory kind.
     /// @param whose how to name the address space in an error, for example "of peer 'p0'"
     /// @throws Error("NotRegisteredError") naming the row's index, range and nearest span
-    [[nodiscard]] Cover cover(std::span<const Row> rows, const std::string& whose) const;
+    [[nodiscard]] Cover cover(std::span<const Descriptor> rows, const std::string& whose) const;
 
   private:
     // Host and device memory share one virtual address space, so the memory kind is not part of the
     // key; the device is, because it is what a row carries.
     using Key = std::pair<std::uint64_t, std::uint64_t>;
 
-    std::multimap<Key, Entry> spans_;
+    using Spans = std::multimap<Key, Entry>;
+
+    Spans spans_;
+    std::unordered_map<Owner, std::vector<Spans::iterator>> by_owner_;
     std::uint64_t longest_ = 0;  ///< never shrinks: how far before a row its span may begin
 };
 

@@ -35,8 +35,8 @@ struct Submission {
     std::shared_ptr<Peer> peer;
     /// What to move: block tables, or rows that are paired by index.
     std::shared_ptr<const kv::BlockTables> tables;
-    std::vector<Row> local;
-    std::vector<Row> remote;
+    std::vector<Descriptor> local;
+    std::vector<Descriptor> remote;
     std::optional<std::string> notify;
     Clock::duration timeout{};
 };
@@ -81,8 +81,8 @@ struct Active {
     std::shared_ptr<Link> link;
     std::vector<std::shared_ptr<void>> uses;        ///< of registrations
     std::shared_ptr<const kv::BlockTables> tables;  ///< null: the transfer came with its rows
-    std::vector<Row> local;
-    std::vector<Row> remote;
+    std::vector<Descriptor> local;
+    std::vector<Descriptor> remote;
     /// Instead of rows, if not null: places in prepared rows. Owned by the link.
     Prepared* prepared = nullptr;
     std::vector<std::int32_t> local_indices;
@@ -352,13 +352,13 @@ class Registrations {
     }
 
     /// @throws Error("NotRegisteredError") unless every row lies in registered memory
-    void check(std::span<const Row> rows) const {
+    void check(std::span<const Descriptor> rows) const {
         const std::shared_lock lock(mutex_);
         (void)memory_.cover(rows, whose_);
     }
     /// The same; the registrations that the rows lie in count as used until the tokens are dropped.
     [[nodiscard]] std::pair<Memory, std::vector<std::shared_ptr<void>>> use(
-        std::span<const Row> rows) const {
+        std::span<const Descriptor> rows) const {
         const std::shared_lock lock(mutex_);
         const auto cover = memory_.cover(rows, whose_);
         std::vector<std::shared_ptr<void>> uses;

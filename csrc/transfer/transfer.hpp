@@ -78,7 +78,7 @@ class Peer : LiveCounted<Peer> {
     /// What the rows lie in at the peer.
     /// @throws Error("PeerLostError") or Error("StalePeerError") unless the peer is connected,
     ///         Error("NotRegisteredError") unless the peer has announced the memory
-    [[nodiscard]] MemoryMap::Cover cover(std::span<const Row> rows) const {
+    [[nodiscard]] MemoryMap::Cover cover(std::span<const Descriptor> rows) const {
         const std::lock_guard lock(mutex_);
         if (!is_connected()) {
             throw Error(state() == PeerState::kLost ? "PeerLostError" : "StalePeerError",

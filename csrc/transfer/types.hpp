@@ -7,7 +7,7 @@
 #include <cstdio>
 #include <string>
 
-#include "base/row.hpp"
+#include "base/descriptor.hpp"
 
 namespace pynixlkv::transfer {
 
@@ -53,7 +53,7 @@ struct Notification {
 
 /// A range of memory with its kind, as registered or as announced by a peer.
 struct Span {
-    Row row;
+    Descriptor row;
     Memory memory;
 };
 

@@ -71,7 +71,8 @@ void AmRmaXfers::on_message(const AmRmaHeader& header, std::string_view data) {
 }
 
 AmRmaXfer::AmRmaXfer(std::shared_ptr<AmRmaXfers> all, UcxConnection& connection,
-                     const LocalRegions& local_regions, Op op, const transfer::RowPairs& rows)
+                     const LocalRegions& local_regions, Op op,
+                     const transfer::DescriptorPairs& rows)
     : UcxXfer(connection, local_regions, op, rows), all_(std::move(all)) {
     for (const Part& part : parts_) {
         total_ += part.length;
@@ -197,7 +198,7 @@ void AmRmaServer::on_message(const AmRmaHeader& header, std::string_view data) {
     }
 }
 
-std::string AmRmaServer::refusal(const Row& row) const {
+std::string AmRmaServer::refusal(const Descriptor& row) const {
     try {
         const LocalRegion* hint = nullptr;
         return regions_->find(row, hint).memory_type == Memory::kDram
@@ -284,7 +285,7 @@ void AmRmaServer::send_piece(Client& client) {
         client.reads.pop_front();
         return;
     }
-    const Row& row = read.rows[read.next];
+    const Descriptor& row = read.rows[read.next];
     // For each piece, because the row may have been deregistered since the last one.
     if (std::string reason = refusal(row); !reason.empty()) {
         client.ends.push_back({read.xfer, std::move(reason)});

@@ -74,7 +74,8 @@ class AmRmaXfer final : public UcxXfer {
   public:
     /// @throws Error NotRegisteredError
     AmRmaXfer(std::shared_ptr<AmRmaXfers> all, UcxConnection& connection,
-              const LocalRegions& local_regions, transfer::Op op, const transfer::RowPairs& rows);
+              const LocalRegions& local_regions, transfer::Op op,
+              const transfer::DescriptorPairs& rows);
     ~AmRmaXfer() override { all_->remove(number_); }
 
     void post() override;
@@ -114,7 +115,7 @@ class AmRmaServer {
   private:
     struct Read {
         std::uint64_t xfer;
-        std::vector<Row> rows;
+        std::vector<Descriptor> rows;
         std::size_t next = 0;      ///< row to send next
         std::uint64_t offset = 0;  ///< in that row
     };
@@ -142,7 +143,7 @@ class AmRmaServer {
     void take_piece(Client& client, const AmRmaHeader& header, std::string_view data) const;
     bool serve(Client& client);
     void send_piece(Client& client);
-    [[nodiscard]] std::string refusal(const Row& row) const;
+    [[nodiscard]] std::string refusal(const Descriptor& row) const;
 
     const std::shared_ptr<Worker> worker_;
     const capi::ErrorMode errors_;

@@ -78,7 +78,7 @@ UcxConnection::~UcxConnection() {
 }
 
 UcxXfer::UcxXfer(UcxConnection& connection, const LocalRegions& local_regions, transfer::Op op,
-                 const transfer::RowPairs& rows)
+                 const transfer::DescriptorPairs& rows)
     : connection_(connection),
       endpoint_(connection.endpoint),
       regions_(connection.regions),

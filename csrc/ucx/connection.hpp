@@ -94,7 +94,7 @@ class UcxXfer : public transfer::NativeXfer {
 
     /// @throws Error NotRegisteredError
     UcxXfer(UcxConnection& connection, const LocalRegions& local_regions, transfer::Op op,
-            const transfer::RowPairs& rows);
+            const transfer::DescriptorPairs& rows);
 
     [[nodiscard]] bool has_failed() const {
         return completion_.status() != Status::kOk || endpoint_->failure();

@@ -45,11 +45,11 @@ bool can_map(const RemoteRegions& regions) {
 }
 
 /// Whether neither a transport nor a mapping reaches all of these rows.
-bool needs_am_rma(const UcxConnection& connection, const transfer::RowPairs& rows) {
+bool needs_am_rma(const UcxConnection& connection, const transfer::DescriptorPairs& rows) {
     const RemoteRegion* hint = nullptr;
     return connection.number != 0 && rows.local_memory == Memory::kDram &&
            rows.remote_memory == Memory::kDram &&
-           std::any_of(rows.remote.begin(), rows.remote.end(), [&](const Row& row) {
+           std::any_of(rows.remote.begin(), rows.remote.end(), [&](const Descriptor& row) {
                return connection.regions->find(row, hint).direct == nullptr;
            });
 }
@@ -58,7 +58,7 @@ class UcxRegistered final : public transfer::Registered {
   public:
     explicit UcxRegistered(std::shared_ptr<LocalRegions> regions) : regions_(std::move(regions)) {}
     ~UcxRegistered() override {
-        for (const Row& row : rows_) {
+        for (const Descriptor& row : rows_) {
             regions_->remove(row);
         }
     }
@@ -70,14 +70,14 @@ class UcxRegistered final : public transfer::Registered {
 
   private:
     const std::shared_ptr<LocalRegions> regions_;
-    std::vector<Row> rows_;
+    std::vector<Descriptor> rows_;
 };
 
 /// Moves bytes by copies through a mapping, or by UCX's gets and puts.
 class OneSidedXfer final : public UcxXfer {
   public:
     OneSidedXfer(UcxConnection& connection, const LocalRegions& local_regions, Op op,
-                 const transfer::RowPairs& rows)
+                 const transfer::DescriptorPairs& rows)
         : UcxXfer(connection, local_regions, op, rows),
           may_copy_(rows.local_memory == Memory::kDram) {}
 
@@ -260,7 +260,7 @@ bool UcxDriver::is_alive(transfer::Connection& connection) {
 
 std::unique_ptr<transfer::NativeXfer> UcxDriver::make(transfer::Connection& connection,
                                                       transfer::Op op,
-                                                      const transfer::RowPairs& rows) {
+                                                      const transfer::DescriptorPairs& rows) {
     auto& peer = static_cast<UcxConnection&>(connection);
     if (needs_am_rma(peer, rows)) {
         return std::make_unique<AmRmaXfer>(xfers_, peer, *regions_, op, rows);

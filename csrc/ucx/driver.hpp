@@ -33,7 +33,7 @@ class UcxDriver final : public transfer::Driver {
     bool is_alive(transfer::Connection& connection) override;
     using transfer::Driver::make;
     std::unique_ptr<transfer::NativeXfer> make(transfer::Connection& connection, transfer::Op op,
-                                               const transfer::RowPairs& rows) override;
+                                               const transfer::DescriptorPairs& rows) override;
     void notify(transfer::Connection& connection, const std::string& message) override;
     bool receive(std::vector<transfer::Notification>& into) override;
     int event_fd() override { return worker_->event_fd(); }

@@ -26,13 +26,13 @@ class RegionMap {
         const Key key{region.row.device, region.row.address};
         regions_.insert_or_assign(key, std::move(region));
     }
-    void remove(const Row& row) { regions_.erase(Key{row.device, row.address}); }
+    void remove(const Descriptor& row) { regions_.erase(Key{row.device, row.address}); }
     [[nodiscard]] const std::map<Key, Region>& all() const noexcept { return regions_; }
 
     /// The region that contains a row. Rows come in address order: the region of the previous row
     /// is tried first.
     /// @throws Error NotRegisteredError
-    [[nodiscard]] const Region& find(const Row& row, const Region*& hint) const {
+    [[nodiscard]] const Region& find(const Descriptor& row, const Region*& hint) const {
         if (hint == nullptr || !hint->row.contains(row)) {
             const auto next = regions_.upper_bound(Key{row.device, row.address});
             hint = next == regions_.begin() ? nullptr : &std::prev(next)->second;
@@ -48,13 +48,13 @@ class RegionMap {
 };
 
 struct LocalRegion {
-    Row row;
+    Descriptor row;
     transfer::Memory memory_type;
     std::shared_ptr<MemoryHandle> memory;
 };
 
 struct RemoteRegion {
-    Row row;
+    Descriptor row;
     std::shared_ptr<RemoteKey> key;
     char* direct;  ///< where it is mapped in this process; null if it is not
 };
@@ -66,7 +66,7 @@ using RemoteRegions = RegionMap<RemoteRegion>;
 /// its processes can map, and a key for each registered span.
 struct Description {
     struct Region {
-        Row row;
+        Descriptor row;
         std::string_view packed_key;
     };
     capi::ErrorMode errors = capi::kErrorPeer;

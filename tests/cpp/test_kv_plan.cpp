@@ -9,7 +9,7 @@
 #include "kv/radix.hpp"
 
 using namespace pynixlkv::kv;
-using pynixlkv::Row;
+using pynixlkv::Descriptor;
 
 namespace {
 
@@ -59,7 +59,7 @@ void check_written_once(const Plan& plan, const std::vector<Table>& tables, Side
 }
 
 struct Rows {
-    std::vector<Row> local, remote;
+    std::vector<Descriptor> local, remote;
 };
 
 Rows expand(const Plan& plan, const std::vector<Table>& tables) {
@@ -115,14 +115,14 @@ TEST_CASE("equal layouts are one run per block and K or V") {
     const Ids remote{1, 3};
     const std::vector<Table> tables{{local, remote}};
     const Rows rows = expand(plan, tables);
-    const std::vector<Row> expected_local{{10'000, 512, 0},
-                                          {10'000 + 3 * 512, 512, 0},
-                                          {10'000 + 4 * 512, 512, 0},
-                                          {10'000 + 7 * 512, 512, 0}};
-    const std::vector<Row> expected_remote{{90'000 + 3 * 512, 512, 0},
-                                           {90'000 + 1 * 512, 512, 0},
-                                           {90'000 + 7 * 512, 512, 0},
-                                           {90'000 + 5 * 512, 512, 0}};
+    const std::vector<Descriptor> expected_local{{10'000, 512, 0},
+                                                 {10'000 + 3 * 512, 512, 0},
+                                                 {10'000 + 4 * 512, 512, 0},
+                                                 {10'000 + 7 * 512, 512, 0}};
+    const std::vector<Descriptor> expected_remote{{90'000 + 3 * 512, 512, 0},
+                                                  {90'000 + 1 * 512, 512, 0},
+                                                  {90'000 + 7 * 512, 512, 0},
+                                                  {90'000 + 5 * 512, 512, 0}};
     CHECK(rows.local == expected_local);
     CHECK(rows.remote == expected_remote);
     CHECK_EQ(bytes_of(plan, tables), 2048U);
@@ -162,8 +162,8 @@ TEST_CASE("other order of heads and tokens: one run per head and token") {
                 for (std::uint64_t token = 0; token < tokens; ++token, ++i) {
                     const std::uint64_t a = ((kv * 4 + here) * 2 + head) * 8 + token;
                     const std::uint64_t b = ((kv * 4 + there) * 8 + token) * 2 + head;
-                    CHECK(rows.local.at(i) == (Row{10'000 + a * 32, 32, 0}));
-                    CHECK(rows.remote.at(i) == (Row{90'000 + b * 32, 32, 5}));
+                    CHECK(rows.local.at(i) == (Descriptor{10'000 + a * 32, 32, 0}));
+                    CHECK(rows.remote.at(i) == (Descriptor{90'000 + b * 32, 32, 5}));
                 }
             }
         }
@@ -178,7 +178,7 @@ TEST_CASE("long runs are cut after merging") {
     const Ids ids{0, 1};
     const Rows rows = expand(plan, {{ids, ids}});
     std::vector<std::uint64_t> lengths;
-    for (const Row& row : rows.local) {
+    for (const Descriptor& row : rows.local) {
         lengths.push_back(row.length);
     }
     CHECK(lengths == (std::vector<std::uint64_t>{700, 324, 700, 324}));
@@ -301,7 +301,7 @@ TEST_CASE("groups that interleave in memory still come out ascending") {
     const Ids odd{3, 1};
     Rows rows = expand(plan, {{even, even}, {odd, odd}});
     std::vector<std::uint64_t> addresses;
-    for (const Row& row : rows.local) {
+    for (const Descriptor& row : rows.local) {
         addresses.push_back(row.address);
     }
     CHECK(addresses == (std::vector<std::uint64_t>{10'000, 10'000 + 3072, 10'000 + 7168}));
@@ -309,7 +309,7 @@ TEST_CASE("groups that interleave in memory still come out ascending") {
     const Ids same{0, 1, 2, 3};
     CHECK_EQ(expand(plan, {{same, same}, {same, same}}).local.size(), 1U);
     CHECK(plan.block_runs(1) == (std::vector<std::uint64_t>{1024}));
-    const std::vector<Row> prepared = plan.prepared_rows(Side::kLocal);
+    const std::vector<Descriptor> prepared = plan.prepared_rows(Side::kLocal);
     CHECK_EQ(prepared.size(), 8U);
     CHECK_EQ(prepared[4].address, 11'024U);
     check_written_once(plan, {{same, same}, {same, same}}, Side::kLocal);
@@ -339,9 +339,9 @@ TEST_CASE("runs do not cross from one span into the next") {
     one.groups[0].regions[1].span = 0;
     CHECK_EQ(expand(plan_of(one, one), {{ids, ids}}).local.size(), 1U);
     CHECK_EQ(expand(plan_of(one, two_spans(10'000)), {{ids, ids}}).local.size(), 2U);
-    const std::vector<Row> extents = plan.extents(Side::kRemote);
+    const std::vector<Descriptor> extents = plan.extents(Side::kRemote);
     CHECK_EQ(extents.size(), 2U);
-    CHECK(extents[1] == (Row{90'000 + kBytes, kBytes, 0}));
+    CHECK(extents[1] == (Descriptor{90'000 + kBytes, kBytes, 0}));
     Selection second;
     second.layers = {{1, 2}};
     const Plan part = plan_of(two_spans(10'000), two_spans(90'000), second);
@@ -560,11 +560,11 @@ TEST_CASE("prepared rows and indices say the same as rows") {
     const std::vector<Axis> tokens_first{kLayer, kToken, kKv, kBlock, kHead, kDim};
     const Geometry odd = over(90'000, kBytes, group_of({dense(tokens_first, kCounts, 90'000)}));
     const auto check_plan = [](const Plan& plan) {
-        const std::vector<Row> local = plan.prepared_rows(Side::kLocal);
-        const std::vector<Row> remote = plan.prepared_rows(Side::kRemote);
+        const std::vector<Descriptor> local = plan.prepared_rows(Side::kLocal);
+        const std::vector<Descriptor> remote = plan.prepared_rows(Side::kRemote);
         for (const auto* rows : {&local, &remote}) {
             CHECK(std::is_sorted(rows->begin(), rows->end(),
-                                 [](const Row& a, const Row& b) {
+                                 [](const Descriptor& a, const Descriptor& b) {
                                      return a.address + a.length <= b.address;
                                  }) ||
                   rows->empty());
@@ -584,7 +584,7 @@ TEST_CASE("prepared rows and indices say the same as rows") {
         CHECK(!part.num_indices().has_value());
         std::set<std::array<std::uint64_t, 2>> bytes;
         std::set<std::array<std::uint64_t, 2>> expected;
-        const auto add_bytes = [](auto& set, const Row& x, const Row& y) {
+        const auto add_bytes = [](auto& set, const Descriptor& x, const Descriptor& y) {
             CHECK_EQ(x.length, y.length);
             for (std::uint64_t at = 0; at < x.length; ++at) {
                 CHECK(set.insert({x.address + at, y.address + at}).second);

@@ -49,9 +49,9 @@ void check_nothing_alive() {
     CHECK_EQ(fake::state().unreleased.size(), 0U);
 }
 
-const std::array<Row, 4> kRows{Row{0x1000, 64, 0}, Row{0x1040, 64, 0}, Row{0x1080, 64, 0},
-                               Row{0x10c0, 64, 0}};
-const std::array<Row, 1> kRegion{Row{0x1000, 256, 0}};
+const std::array<Descriptor, 4> kRows{Descriptor{0x1000, 64, 0}, Descriptor{0x1040, 64, 0},
+                                      Descriptor{0x1080, 64, 0}, Descriptor{0x10c0, 64, 0}};
+const std::array<Descriptor, 1> kRegion{Descriptor{0x1000, 256, 0}};
 const std::array<std::int32_t, 2> kIndices{0, 3};
 
 std::shared_ptr<Agent> make_agent(const AgentConfig& config = {}) {
@@ -148,7 +148,7 @@ TEST_CASE("a failure of any one call leaves nothing behind") {
 TEST_CASE("the same addresses of another kind of memory or device are other memory") {
     const auto agent = make_agent();
     const auto region = register_region(*agent);
-    const std::array<Row, 1> other{Row{0x1000, 256, 1}};
+    const std::array<Descriptor, 1> other{Descriptor{0x1000, 256, 1}};
     const auto device = agent->register_memory(Memory::kDram, other, {}, nullptr, {});
     const auto vram = agent->register_memory(Memory::kVram, kRegion, {}, nullptr, {});
     vram->release();
@@ -187,11 +187,11 @@ TEST_CASE("a buffer whose deregistration fails in a destructor lives as long as 
 TEST_CASE("a larger registration that starts earlier covers what a smaller one does not") {
     const auto agent = make_agent();
     const auto region = register_region(*agent);
-    const std::array<Row, 2> beyond{Row{0x1000, 64, 0}, Row{0x10f0, 17, 0}};
+    const std::array<Descriptor, 2> beyond{Descriptor{0x1000, 64, 0}, Descriptor{0x10f0, 17, 0}};
     CHECK_EQ(error_of([&] { (void)agent->prepare("", Memory::kDram, beyond, {}); }).kind(),
              "NotRegisteredError");
     CHECK_EQ(fake::state().calls["prep_xfer_dlist"], 0);
-    const std::array<Row, 1> wide{Row{0x800, 0x1000, 0}};
+    const std::array<Descriptor, 1> wide{Descriptor{0x800, 0x1000, 0}};
     const auto more = agent->register_memory(Memory::kDram, wide, {}, nullptr, {});
     CHECK_EQ(agent->prepare("", Memory::kDram, beyond, {})->size(), 2U);
 }

@@ -59,7 +59,8 @@ class GatedDriver final : public FakeDriver {
         return FakeDriver::register_memory(spans);
     }
     using FakeDriver::make;
-    std::unique_ptr<NativeXfer> make(Connection& connection, Op op, const RowPairs& rows) override {
+    std::unique_ptr<NativeXfer> make(Connection& connection, Op op,
+                                     const DescriptorPairs& rows) override {
         gate_->pass();
         return FakeDriver::make(connection, op, rows);
     }
@@ -100,8 +101,12 @@ struct Pair {
     static Span span(std::vector<unsigned char>& pool) {
         return {{address(pool.data()), pool.size(), 0}, Memory::kDram};
     }
-    Row row_a(std::size_t block) const { return {address(&pool_a[block * kBlock]), kBlock, 0}; }
-    Row row_b(std::size_t block) const { return {address(&pool_b[block * kBlock]), kBlock, 0}; }
+    Descriptor row_a(std::size_t block) const {
+        return {address(&pool_a[block * kBlock]), kBlock, 0};
+    }
+    Descriptor row_b(std::size_t block) const {
+        return {address(&pool_b[block * kBlock]), kBlock, 0};
+    }
     Submission request(Op op, const std::vector<std::size_t>& blocks,
                        Clock::duration timeout = kHang) const {
         Submission r;

@@ -73,7 +73,9 @@ struct Side {
     std::shared_ptr<transfer::Peer> connect(const Side& other) const {
         return agent->connect(other.name, other.incarnation, other.agent->metadata(), other.spans);
     }
-    Row row(std::size_t block) const { return {spans[0].row.address + block * kBlock, kBlock, 0}; }
+    Descriptor row(std::size_t block) const {
+        return {spans[0].row.address + block * kBlock, kBlock, 0};
+    }
     bool holds(std::size_t block, unsigned char value) const {
         return std::all_of(pool + block * kBlock, pool + (block + 1) * kBlock,
                            [value](unsigned char byte) { return byte == value; });

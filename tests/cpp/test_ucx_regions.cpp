@@ -49,7 +49,7 @@ TEST_CASE("a description is read as it was written") {
     CHECK_EQ(read.host, "the host");
     CHECK(!is_on_this_host(read));
     CHECK_EQ(read.regions.size(), std::size_t{2});
-    CHECK((read.regions[1].row == Row{0x9000, 0x100, 3}));
+    CHECK((read.regions[1].row == Descriptor{0x9000, 0x100, 3}));
     CHECK_EQ(read.regions[1].packed_key, "a packed key");
 }
 

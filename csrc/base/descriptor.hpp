@@ -9,8 +9,8 @@
 
 namespace pynixlkv {
 
-/// A contiguous range: a row of the (n, 3) uint64 arrays of the Python side, same layout.
-struct Row {
+/// A row of the (n, 3) uint64 arrays of the Python side, same layout.
+struct Descriptor {
     std::uint64_t address;  ///< or offset in a file, object or block device
     std::uint64_t length;   ///< bytes
     std::uint64_t device;   ///< device ordinal, file descriptor, object key
@@ -19,13 +19,13 @@ struct Row {
         return text("0x", std::hex, address, std::dec, "+", length, " on device ", device);
     }
 
-    [[nodiscard]] bool contains(const Row& inner) const noexcept {
+    [[nodiscard]] bool contains(const Descriptor& inner) const noexcept {
         return inner.device == device && inner.address >= address && inner.length <= length &&
                inner.address - address <= length - inner.length;
     }
 
-    friend bool operator==(const Row&, const Row&) = default;
+    friend bool operator==(const Descriptor&, const Descriptor&) = default;
 };
-static_assert(sizeof(Row) == 24, "rows are shared with numpy arrays of shape (n, 3)");
+static_assert(sizeof(Descriptor) == 24, "shared with numpy arrays of shape (n, 3)");
 
 }  // namespace pynixlkv
