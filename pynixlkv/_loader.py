@@ -25,18 +25,6 @@ if TYPE_CHECKING:
 
     from pynixlkv import _native
 
-__all__ = [
-    "LibraryLocation",
-    "LoadedLibrary",
-    "NativeReport",
-    "PluginReport",
-    "find_nixl",
-    "find_ucx",
-    "load_nixl",
-    "load_ucx",
-    "native_report",
-]
-
 T = TypeVar("T")
 
 NIXL_DISTRIBUTIONS = ("nixl-cu12", "nixl-cu13")
@@ -129,25 +117,18 @@ class _Wheels:
 UCX_IN_NIXL = _Wheels(NIXL_DISTRIBUTIONS, "libucp-*.so*")
 
 
+@dataclass
 class _Library(Generic[T]):
     """A native library: where to search for it, and the copy that this process uses."""
 
-    def __init__(
-        self,
-        name: str,
-        file: str,
-        minimum: str,
-        wheels: tuple[_Wheels, ...],
-        open_path: Callable[[Path], T],
-    ) -> None:
-        self.name = name
-        self.file = file
-        self.variable = f"PYNIXLKV_{name}_LIBRARY"
-        self.minimum = minimum
-        self.wheels = wheels
-        self.open_path = open_path
-        self.loaded: tuple[LibraryLocation, T] | None = None
-        self._lock = threading.Lock()
+    variable: str
+    name: str
+    file: str
+    minimum: str
+    wheels: tuple[_Wheels, ...]
+    open_path: Callable[[Path], T]
+    loaded: tuple[LibraryLocation, T] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def find(self) -> LibraryLocation:
         """Return the first of: the variable, the wheels, the system's directories."""
@@ -245,6 +226,7 @@ def _open_ucx(path: Path) -> _native.ucx.Library:
 
 
 NIXL = _Library(
+    "PYNIXLKV_NIXL_LIBRARY",
     "NIXL",
     "libnixl_capi.so",
     "1.0.1",
@@ -253,6 +235,7 @@ NIXL = _Library(
 )
 # The libucx wheels have no InfiniBand; the UCX inside NIXL's and most systems' do.
 UCX = _Library(
+    "PYNIXLKV_UCX_LIBRARY",
     "UCX",
     "libucp.so.0",
     "1.18",
@@ -303,7 +286,7 @@ def _loaded_libraries() -> tuple[LoadedLibrary, ...]:
 
 
 @dataclass(frozen=True)
-class _ProbeResult:
+class ProbeResult:
     """The output of `pynixlkv._probe`."""
 
     plugins: tuple[PluginReport, ...]
@@ -311,7 +294,7 @@ class _ProbeResult:
     transports: tuple[str, ...]
 
 
-def _probe(library: str) -> _ProbeResult:
+def _probe(library: str) -> ProbeResult:
     """Ask NIXL and its UCX, in a process of its own, what works here.
 
     Loading every plugin and opening every device has side effects, and a plugin can crash.
@@ -330,7 +313,7 @@ def _probe(library: str) -> _ProbeResult:
         raise LibraryVersionError(
             f"probing {library} ended with status {done.returncode}: {lines[-1]}"
         )
-    return msgspec.json.decode(done.stdout.splitlines()[-1], type=_ProbeResult)
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=ProbeResult)
 
 
 def _missing(transports: tuple[str, ...]) -> list[str]:
@@ -365,7 +348,7 @@ def native_report() -> NativeReport:
         ucx = UCX.location()
     except LibraryNotFoundError as error:
         missing.append(f"UCX: {error}")
-    probed = _ProbeResult((), "", ())
+    probed = ProbeResult((), "", ())
     try:
         nixl = NIXL.location()
         probed = _probe(nixl.path)

@@ -6,15 +6,16 @@ A program of its own, because it loads every plugin and opens every UCX transpor
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 import sys
 import tempfile
 from pathlib import Path
 
+import msgspec
+
 from pynixlkv import _native
-from pynixlkv._loader import _mapped_files
+from pynixlkv._loader import PluginReport, ProbeResult, _mapped_files
 from pynixlkv.errors import NixlError
 
 _UCP_FEATURES_FIELD = 1
@@ -22,20 +23,18 @@ _UCP_FEATURE_RMA = 1 << 1
 _UCP_FEATURE_AM = 1 << 6
 
 
-def probe_plugins(agent: _native.nixl.NativeAgent) -> list[dict[str, object]]:
+def probe_plugins(agent: _native.nixl.NativeAgent) -> tuple[PluginReport, ...]:
     """Load each plugin; return its declarations, or why it cannot be loaded."""
-    plugins: list[dict[str, object]] = []
+    plugins = []
     for name in agent.get_available_plugins():
-        plugin: dict[str, object] = {"name": name, "memory_types": [], "params": {}, "problem": ""}
         try:
             info = agent.get_plugin_params(name)
         except NixlError as error:
-            plugin["problem"] = why_not(name) or str(error)
+            plugins.append(PluginReport(name, problem=why_not(name) or str(error)))
         else:
-            plugin["memory_types"] = [memory.name for memory in info.memory_types]
-            plugin["params"] = info.params
-        plugins.append(plugin)
-    return plugins
+            memory_types = tuple(memory.name for memory in info.memory_types)
+            plugins.append(PluginReport(name, memory_types, info.params))
+    return tuple(plugins)
 
 
 def why_not(plugin: str) -> str:
@@ -54,11 +53,11 @@ def why_not(plugin: str) -> str:
     return ""
 
 
-def probe_ucx() -> tuple[str, list[str]]:
+def probe_ucx() -> tuple[str, tuple[str, ...]]:
     """Return version and transports of the UCX that NIXL's UCX plugin has loaded."""
     paths = [path for path in _mapped_files() if re.search(r"/libucp[^/]*\.so", path)]
     if not paths:
-        return "", []
+        return "", ()
     ucp = ctypes.CDLL(paths[0])
     ucp.ucp_get_version_string.restype = ctypes.c_char_p
     version = ucp.ucp_get_version_string().decode()
@@ -69,7 +68,7 @@ def probe_ucx() -> tuple[str, list[str]]:
     context = ctypes.c_void_p()
     status = ucp.ucp_init_version(major, minor, ctypes.byref(params), None, ctypes.byref(context))
     if status != 0:
-        return version, []
+        return version, ()
     libc = ctypes.CDLL(None)
     libc.fopen.restype = ctypes.c_void_p
     with tempfile.TemporaryDirectory() as directory:
@@ -78,16 +77,15 @@ def probe_ucx() -> tuple[str, list[str]]:
         ucp.ucp_context_print_info(context, stream)
         libc.fclose(stream)
         text = path.read_text(encoding="utf-8")
-    return version, re.findall(r"resource \d+ .*? -- (\S+)", text)
+    return version, tuple(re.findall(r"resource \d+ .*? -- (\S+)", text))
 
 
 def main(path: str) -> None:
     """Probe the library and print the result."""
     agent = _native.nixl.NativeAgent(_native.nixl.Library(path), "pynixlkv-probe")
-    plugins = probe_plugins(agent)
-    version, transports = probe_ucx()
-    result = {"plugins": plugins, "ucx_version": version, "transports": transports}
-    sys.stdout.write("\n" + json.dumps(result) + "\n")
+    # In this order: the plugins load the UCX.
+    result = ProbeResult(probe_plugins(agent), *probe_ucx())
+    sys.stdout.write("\n" + msgspec.json.encode(result).decode() + "\n")
 
 
 if __name__ == "__main__":

@@ -389,10 +389,12 @@ class Agent(Closeable, ABC):
 
         Parameters
         ----------
+        peer : Peer
+            Where from.
         local, remote : ndarray of uint64, shape (n, 3)
             Descriptors (address, length in bytes, device number), paired by index; those that are
             written must not overlap. Copied before the call returns.
-        peer, notify, timeout
+        notify, timeout
             As in `read`.
 
         Raises

@@ -50,21 +50,15 @@ auto inside(const Worker& worker, Body&& body) {
 }
 
 /// An endpoint that closes with its Python object, whatever else refers to it.
-class PyEndpoint {
+class PyEndpoint : public Shared<Endpoint> {
   public:
-    explicit PyEndpoint(std::shared_ptr<Endpoint> endpoint) : endpoint_(std::move(endpoint)) {}
+    using Shared::Shared;
     PyEndpoint(PyEndpoint&&) = delete;
     ~PyEndpoint() {
         const py::gil_scoped_release unlocked;
-        endpoint_->close();
-        endpoint_.reset();
+        ptr()->close();
     }
-    [[nodiscard]] const std::shared_ptr<Endpoint>& ptr() const noexcept { return endpoint_; }
-    [[nodiscard]] const Worker& worker() const noexcept { return *endpoint_->worker(); }
-    Endpoint* operator->() const noexcept { return endpoint_.get(); }
-
-  private:
-    std::shared_ptr<Endpoint> endpoint_;
+    [[nodiscard]] const Worker& worker() const noexcept { return *ptr()->worker(); }
 };
 
 /// Wait in slices, see py_wait.hpp.

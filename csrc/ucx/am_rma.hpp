@@ -45,7 +45,7 @@ struct AmRmaHeader {
     std::uint64_t total = 0;  ///< of kWrite: bytes of the whole transfer
 };
 
-/// The bytes of a header, valid until the end of the full expression.
+/// The bytes of a header, valid as long as it.
 [[nodiscard]] std::string_view make_header(const AmRmaHeader& header);
 /// @return nothing if it is the header of another message
 [[nodiscard]] std::optional<AmRmaHeader> read_header(std::string_view bytes);

@@ -115,7 +115,7 @@ struct MemoryParams {
 };
 
 struct MemoryAttr {
-    enum Mask : std::uint64_t { kAddress = 1U << 0U, kLength = 1U << 1U };
+    enum Mask : std::uint64_t { kAddress = 1U << 0U };
     std::uint64_t mask;
     void* address;
     std::size_t length;
@@ -151,7 +151,6 @@ enum AmSendFlag : std::uint32_t {
 struct AmReceived {
     static constexpr std::uint64_t kIsRendezvous = 1U << 17U;
     std::uint64_t attributes;
-    Endpoint reply;
 };
 
 struct AmHandler {

@@ -83,22 +83,14 @@ class OneSidedXfer final : public UcxXfer {
 
     void post() override {
         issue();
-        if (completion_.is_quiet() && has_failed()) {
-            fail(call_of(op_));
-        }
+        (void)is_over();
     }
 
     bool poll() override {
         if (!has_failed()) {
             issue();
         }
-        if (!completion_.is_quiet()) {
-            return false;
-        }
-        if (has_failed()) {
-            fail(call_of(op_));
-        }
-        if (next_ < parts_.size()) {
+        if (!is_over() || next_ < parts_.size()) {
             return false;
         }
         if (op_ == Op::kWrite && !is_flushed_) {
@@ -106,15 +98,20 @@ class OneSidedXfer final : public UcxXfer {
             // are at the peer.
             is_flushed_ = true;
             endpoint_->flush(completion_);
-            if (has_failed()) {
-                fail(call_of(op_));
-            }
-            return completion_.is_quiet();
+            return is_over();
         }
         return true;
     }
 
   private:
+    /// @throws NativeError if the posted requests have ended and one has failed
+    bool is_over() const {
+        if (completion_.is_quiet() && has_failed()) {
+            fail(call_of(op_));
+        }
+        return completion_.is_quiet();
+    }
+
     void issue() {
         bool has_copied = false;
         for (; next_ < parts_.size() && completion_.pending() < kWindow && !has_failed(); ++next_) {

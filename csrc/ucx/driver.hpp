@@ -19,7 +19,6 @@ namespace pynixlkv::ucx {
 /// memory moves by AM-RMA.
 class UcxDriver final : public transfer::Driver {
   public:
-    /// @param errors whether UCX monitors connections; both sides need the same
     UcxDriver(std::shared_ptr<Context> context, std::string name,
               capi::ErrorMode errors = capi::kErrorPeer);
     ~UcxDriver() override { server_.close(); }

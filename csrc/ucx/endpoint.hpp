@@ -43,11 +43,9 @@ class Endpoint : LiveCounted<Endpoint> {
     /// The error that ended the connection.
     [[nodiscard]] std::optional<Status> failure() const noexcept { return failure_; }
     [[nodiscard]] bool is_closed() const noexcept { return handle_ == nullptr; }
-    /// Whether any of its transports has gets and puts; otherwise UCX emulates them in the peer's
-    /// process.
+    /// Whether any of its transports has gets and puts.
     [[nodiscard]] bool is_one_sided() const;
 
-    /// Get or put, as seen from this side.
     void move(Completion& completion, transfer::Op op, std::uint64_t local, std::size_t length,
               capi::Memory memory, std::uint64_t remote, const RemoteKey& key);
     /// Complete when all earlier requests are complete at the peer.
@@ -58,9 +56,8 @@ class Endpoint : LiveCounted<Endpoint> {
     /// Keep a request whose owner dropped it until it has ended.
     void quarantine(std::unique_ptr<Request> request);
 
-    /// Close without asking the peer; requests in flight end as cancelled before this returns. Its
-    /// remote keys become unusable. Idempotent. Without error handling UCX cannot force-close: wait
-    /// up to 0.1 s, then leave the rest to UCX.
+    /// Close without asking the peer; requests in flight end as cancelled before this returns.
+    /// Without error handling UCX cannot force-close: wait up to 0.1 s, then leave the rest to UCX.
     void close();
 
   private:

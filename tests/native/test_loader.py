@@ -3,7 +3,6 @@
 import importlib.metadata
 import itertools
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -13,26 +12,13 @@ import types
 from pathlib import Path
 
 import pytest
+from interpreter import run_python
 
 import pynixlkv
 from pynixlkv import _loader, _native
 from pynixlkv.errors import LibraryNotFoundError, LibraryVersionError
 
 ROOT = Path(__file__).parents[2]
-
-
-def run_python(code, **env):
-    """Run code in a fresh interpreter and return what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, **env},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 SELF_TRANSFER = """
@@ -50,18 +36,29 @@ with Agent("a") as agent:
 """
 
 
+# The libraries, each with its file, variable, search and way to open it.
+LIBRARIES = {
+    "nixl": ("libnixl_capi.so", "PYNIXLKV_NIXL_LIBRARY", _loader.find_nixl, _loader.load_nixl),
+    "ucx": ("libucp.so.0", "PYNIXLKV_UCX_LIBRARY", _loader.find_ucx, _loader.load_ucx),
+}
+each_library = pytest.mark.parametrize(
+    ("file", "variable", "find", "load"), LIBRARIES.values(), ids=LIBRARIES
+)
+
+
 @pytest.fixture
 def no_nixl(monkeypatch, tmp_path):
-    """A machine without NIXL."""
+    """A machine without NIXL and UCX."""
 
     def not_there(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.delenv("PYNIXLKV_NIXL_LIBRARY", raising=False)
+    for library in (_loader.NIXL, _loader.UCX):
+        monkeypatch.delenv(library.variable, raising=False)
+        monkeypatch.setattr(library, "loaded", None)
     monkeypatch.setattr(_loader.importlib.metadata, "distribution", not_there)
     monkeypatch.setattr(_loader, "_SYSTEM_PREFIXES", (str(tmp_path),))
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path}/one:{tmp_path}/two")
-    monkeypatch.setattr(_loader.NIXL, "loaded", None)
 
 
 class FakeDistribution:
@@ -95,11 +92,23 @@ def install(monkeypatch, no_nixl, tmp_path):
 
 
 @pytest.fixture
-def build_library(tmp_path):
-    """Build a library with the functions that pynixlkv needs, all of which return 0."""
+def compile_library(tmp_path):
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("needs a C compiler")
+
+    def build(name, source):
+        path = tmp_path / name
+        command = [compiler, "-shared", "-fPIC", "-o", path, "-x", "c", "-"]
+        subprocess.run(command, input=source.encode(), check=True, timeout=300)
+        return path
+
+    return build
+
+
+@pytest.fixture
+def build_library(compile_library):
+    """Build a library with the functions that pynixlkv needs, all of which return 0."""
     header = (ROOT / "csrc/nixl/capi.hpp").read_text()
     required = re.search(r"define PYNIXLKV_NIXL_REQUIRED\(X\)(.*?)\n\n", header, re.DOTALL)
     names = re.findall(r"\bX\((\w+),", required.group(1))
@@ -112,12 +121,7 @@ def build_library(tmp_path):
         )
         if "is_stub" not in without:
             source += f"_Bool nixl_capi_is_stub(void){{return {int(stub)};}}"
-        (tmp_path / "fake.c").write_text(source)
-        path = tmp_path / "libnixl_capi.so"
-        subprocess.run(
-            [compiler, "-shared", "-fPIC", "-o", path, tmp_path / "fake.c"], check=True, timeout=300
-        )
-        return path
+        return compile_library("libnixl_capi.so", source)
 
     return build
 
@@ -143,18 +147,20 @@ def test_nothing_found_names_every_path_and_the_command(no_nixl, tmp_path):
     assert isinstance(caught.value, ImportError)
 
 
-def test_the_variable_wins_and_takes_a_file_or_a_directory(monkeypatch, install, tmp_path):
-    install("nixl-cu12", "1.5.1")
-    library = tmp_path / "mine" / "libnixl_capi.so"
+@each_library
+def test_the_variable_wins_and_takes_a_file_or_a_directory(
+    monkeypatch, install, tmp_path, file, variable, find, load
+):
+    install("nixl-cu12", "1.5.1", library=file)
+    library = tmp_path / "mine" / file
     library.parent.mkdir()
     library.touch()
     for value in (library, library.parent):
-        monkeypatch.setenv("PYNIXLKV_NIXL_LIBRARY", str(value))
-        location = _loader.find_nixl()
-        assert location == _loader.LibraryLocation(str(library), "", "PYNIXLKV_NIXL_LIBRARY")
-    monkeypatch.setenv("PYNIXLKV_NIXL_LIBRARY", str(tmp_path / "nowhere"))
+        monkeypatch.setenv(variable, str(value))
+        assert find() == _loader.LibraryLocation(str(library), "", variable)
+    monkeypatch.setenv(variable, str(tmp_path / "nowhere"))
     with pytest.raises(LibraryNotFoundError, match="nowhere"):
-        _loader.find_nixl()
+        find()
 
 
 @pytest.mark.parametrize(
@@ -206,11 +212,14 @@ def test_a_stub_build_is_refused(build_library):
         _native.nixl.Library(str(build_library(stub=True)))
 
 
-def test_a_file_that_is_no_library_is_refused(monkeypatch, no_nixl, tmp_path):
-    (tmp_path / "libnixl_capi.so").write_text("not a library")
-    monkeypatch.setenv("PYNIXLKV_NIXL_LIBRARY", str(tmp_path))
+@each_library
+def test_a_file_that_is_no_library_is_refused(
+    monkeypatch, no_nixl, tmp_path, file, variable, find, load
+):
+    (tmp_path / file).write_text("not a library")
+    monkeypatch.setenv(variable, str(tmp_path))
     with pytest.raises(LibraryNotFoundError, match=r"cannot open .*pip install"):
-        _loader.load_nixl()
+        load()
 
 
 def test_native_report_says_what_works():
@@ -228,7 +237,10 @@ def test_native_report_says_what_works():
     if not any(transport.startswith("cuda") for transport in report.transports):
         assert "VRAM" not in report.memory_types
         assert any(line.startswith("VRAM") for line in report.missing)
-    assert json.loads(json.dumps(report.to_dict()))["nixl"]["version"] == report.nixl.version
+    assert report.ucx == _loader.find_ucx()
+    as_json = json.loads(json.dumps(report.to_dict()))
+    assert as_json["nixl"]["version"] == report.nixl.version
+    assert as_json["ucx"]["path"] == report.ucx.path
 
 
 def test_native_report_without_nixl_says_how_to_get_it(no_nixl):
@@ -313,14 +325,7 @@ def test_two_ucx_libraries_in_one_process(first):
 # ---- UCX
 
 
-@pytest.fixture
-def no_ucx(monkeypatch, no_nixl):
-    """A machine without UCX or NIXL."""
-    monkeypatch.delenv("PYNIXLKV_UCX_LIBRARY", raising=False)
-    monkeypatch.setattr(_loader.UCX, "loaded", None)
-
-
-def test_ucx_not_found_names_every_path_and_the_command(no_ucx):
+def test_ucx_not_found_names_every_path_and_the_command(no_nixl):
     with pytest.raises(LibraryNotFoundError) as caught:
         _loader.find_ucx()
     message = str(caught.value)
@@ -333,7 +338,7 @@ def test_ucx_not_found_names_every_path_and_the_command(no_ucx):
     assert any(line.startswith("UCX: UCX was not found") for line in report.missing)
 
 
-def test_ucx_is_looked_for_in_order(no_ucx, install, monkeypatch, tmp_path):
+def test_ucx_is_looked_for_in_order(install, tmp_path):
     (tmp_path / "two").mkdir()
     (tmp_path / "two" / "libucp.so.0").touch()
     assert _loader.find_ucx().origin == "system"
@@ -343,24 +348,11 @@ def test_ucx_is_looked_for_in_order(no_ucx, install, monkeypatch, tmp_path):
     assert location.path.endswith("/libucp-0123abcd.so.0.0.0")
     install("libucx-cu13", "1.22.0", library="libucp.so")
     assert _loader.find_ucx().origin == "libucx-cu13"
-    mine = tmp_path / "mine" / "libucp.so.0"
-    mine.parent.mkdir()
-    mine.touch()
-    for value in (mine, mine.parent):
-        monkeypatch.setenv("PYNIXLKV_UCX_LIBRARY", str(value))
-        location = _loader.find_ucx()
-        assert location == _loader.LibraryLocation(str(mine), "", "PYNIXLKV_UCX_LIBRARY")
-    monkeypatch.setenv("PYNIXLKV_UCX_LIBRARY", str(tmp_path / "nowhere"))
-    with pytest.raises(LibraryNotFoundError, match="nowhere"):
-        _loader.find_ucx()
 
 
 @pytest.fixture
-def build_ucx(tmp_path):
+def build_ucx(compile_library):
     """Build a libucp of a version, without some of the functions that pynixlkv needs."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
     header = (ROOT / "csrc/ucx/capi.hpp").read_text()
     table = re.search(r"define PYNIXLKV_UCP_FUNCTIONS\(X\)(.*?)\n\n", header, re.DOTALL)
     names = set(re.findall(r"\bX\([\w ]+(?: ?\*)?, (\w+),", table.group(1)))
@@ -375,12 +367,7 @@ def build_ucx(tmp_path):
             "void ucp_get_version(unsigned* a, unsigned* b, unsigned* c)"
             f"{{*a = 1; *b = {minor}; *c = 0;}}"
         )
-        (tmp_path / "ucp.c").write_text(source)
-        path = tmp_path / "libucp.so.0"
-        subprocess.run(
-            [compiler, "-shared", "-fPIC", "-o", path, tmp_path / "ucp.c"], check=True, timeout=300
-        )
-        return path
+        return compile_library("libucp.so.0", source)
 
     return build
 
@@ -389,23 +376,12 @@ def build_ucx(tmp_path):
     ("minor", "without", "words"),
     [(17, (), ["UCX 1.17.0", "1.18 or newer"]), (22, ("rkey_ptr",), ["no symbol ucp_rkey_ptr"])],
 )
-def test_an_old_or_incomplete_ucx_is_refused(no_ucx, monkeypatch, build_ucx, minor, without, words):
+def test_an_old_or_incomplete_ucx_is_refused(
+    no_nixl, monkeypatch, build_ucx, minor, without, words
+):
     path = build_ucx(minor, without)
     monkeypatch.setenv("PYNIXLKV_UCX_LIBRARY", str(path))
     with pytest.raises(LibraryVersionError) as caught:
         _loader.load_ucx()
     for word in (*words, str(path), "pip install"):
         assert word in str(caught.value)
-
-
-def test_a_ucx_file_that_is_no_library_is_refused(no_ucx, monkeypatch, tmp_path):
-    (tmp_path / "libucp.so.0").write_text("not a library")
-    monkeypatch.setenv("PYNIXLKV_UCX_LIBRARY", str(tmp_path))
-    with pytest.raises(LibraryNotFoundError, match=r"cannot open .*pip install"):
-        _loader.load_ucx()
-
-
-def test_native_report_names_the_ucx():
-    report = pynixlkv.native_report()
-    assert report.ucx == _loader.find_ucx()
-    assert report.to_dict()["ucx"]["path"] == report.ucx.path

@@ -140,7 +140,7 @@ a.read_descriptors(peer, rows(x), rows(y)).wait(60.0)
 assert x.all()
 print("moved")
 """
-    assert run_python(code)[0] == "moved\n"
+    assert run_python(code) == "moved"
 
 
 def test_memory_beside_the_registered_one_is_out_of_reach(pair):

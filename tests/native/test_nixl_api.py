@@ -877,7 +877,7 @@ def test_install_gives_our_modules_to_those_who_import_nixl():
         agent = nixl_agent("a", nixl_agent_config(backends=["UCX"]))
         print(agent.add_remote_agent.__module__, len(agent.get_agent_metadata()) > 100)
     """
-    assert run_python(code)[0].splitlines() == [
+    assert run_python(code).splitlines() == [
         "pynixlkv.nixl_api._api pynixlkv.nixl_api._bindings nixl_mem_t.DRAM_SEG",
         "pynixlkv.nixl_api._api True",
     ]
@@ -893,7 +893,7 @@ def test_install_comes_too_late_after_the_import_of_nixl():
         except StateError as error:
             print(error)
     """
-    assert "call install() before anything imports it" in run_python(code)[0]
+    assert "call install() before anything imports it" in run_python(code)
 
 
 @pytest.mark.parametrize(("value", "expected"), [("0", "False"), ("1", "True"), ("yes", "refused")])
@@ -911,4 +911,4 @@ def test_the_environment_variable(value, expected):
         except ValueError:
             print("refused")
     """
-    assert run_python(code, PYNIXLKV_NIXL_API=value)[0].strip() == expected
+    assert run_python(code, PYNIXLKV_NIXL_API=value) == expected

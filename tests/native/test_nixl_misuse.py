@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import psutil
 import pytest
-from interpreter import run_python
+from interpreter import interpret
 from transfers import Area, run
 
 from pynixlkv import _native, errors
@@ -459,4 +459,5 @@ def test_what_is_open_at_exit_is_silent():
         rows = registration.descriptors
         request = agent.create_xfer_req("READ", rows, rows, "a")
     """
-    assert run_python(code, "-W", "error") == ("", "")
+    done = interpret(code)
+    assert (done.stdout, done.stderr) == ("", "")

@@ -2,13 +2,11 @@
 
 import os
 import re
-import subprocess
-import sys
-import textwrap
 import time
 
 import numpy as np
 import pytest
+from interpreter import run_python
 
 from pynixlkv import _loader
 from pynixlkv.errors import (
@@ -21,19 +19,12 @@ from pynixlkv.errors import (
 from pynixlkv.geometry import KVCache
 from pynixlkv.plan import TransferPlan
 from pynixlkv.testing.conformance import rows
+from pynixlkv.testing.contents import random_bytes
 from pynixlkv.types import MemorySpan, MemoryType
 from pynixlkv.ucx import UcxAgent
 
 WAIT_S = 60.0
 SIZE = 4 << 20
-
-
-def pattern(nbytes, seed):
-    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
-
-
-def address(array):
-    return int(array.__array_interface__["data"][0])
 
 
 @pytest.fixture
@@ -53,14 +44,14 @@ def own_pool(peer, options, takes_part):
     """An agent with a pool of allocated memory, which it only uses if it takes part."""
     with UcxAgent("owner", **options) as agent:
         pool = agent.allocate((64, SIZE // 64))
-        pool[:] = pattern(SIZE, 1).reshape(pool.shape)
+        pool[:] = random_bytes(SIZE, 1).reshape(pool.shape)
         agent.register(pool)
-        peer.send((agent.hello(), address(pool)))
+        peer.send((agent.hello(), pool.ctypes.data))
         connected = agent.connect(peer.receive())
         peer.send("connected")
         if takes_part:
             (note,) = agent.notifications(WAIT_S)
-            assert np.array_equal(pool.reshape(-1), pattern(SIZE, 2))
+            assert np.array_equal(pool.reshape(-1), random_bytes(SIZE, 2))
             agent.notify(connected, note.message[::-1])
         peer.receive()
         return pool.tobytes()
@@ -88,18 +79,18 @@ def test_allocated_memory_is_read_and_written_like_any_other(connect, config, ou
     agent.register(here)
     block = 16384
     order = np.random.default_rng(5).permutation(SIZE // block)
-    local = rows(address(here), *[(i * block, block) for i in range(len(order))])
+    local = rows(here.ctypes.data, *[(i * block, block) for i in range(len(order))])
     remote = rows(there, *[(int(i) * block, block) for i in order])
     agent.read_descriptors(peer, local, remote).wait(WAIT_S)
-    expected = pattern(SIZE, 1).reshape(-1, block)[order]
+    expected = random_bytes(SIZE, 1).reshape(-1, block)[order]
     assert np.array_equal(here.reshape(-1, block), expected)
-    here[:] = pattern(SIZE, 2)
-    both = rows(address(here), (0, SIZE)), rows(there, (0, SIZE))
+    here[:] = random_bytes(SIZE, 2)
+    both = rows(here.ctypes.data, (0, SIZE)), rows(there, (0, SIZE))
     agent.write_descriptors(peer, *both, notify=b"written").wait(WAIT_S)
     (note,) = agent.notifications(WAIT_S)
     assert note.message == b"nettirw"
     owner.send("end")
-    assert owner.finish() == pattern(SIZE, 2).tobytes()
+    assert owner.finish() == random_bytes(SIZE, 2).tobytes()
 
 
 @pytest.mark.parametrize("transports", ["all", "tcp,posix"])
@@ -107,12 +98,12 @@ def test_allocated_memory_is_read_while_its_owner_is_stopped(connect, transports
     owner, agent, peer, there = connect(takes_part=False, config={"TLS": transports})
     here = np.zeros(SIZE, dtype=np.uint8)
     agent.register(here)
-    agent.read_descriptors(peer, rows(address(here), (0, 8)), rows(there, (0, 8))).wait(WAIT_S)
+    agent.read_descriptors(peer, rows(here.ctypes.data, (0, 8)), rows(there, (0, 8))).wait(WAIT_S)
     owner.stop()
     agent.read_descriptors(
-        peer, rows(address(here), (0, SIZE)), rows(there, (0, SIZE)), timeout=WAIT_S
+        peer, rows(here.ctypes.data, (0, SIZE)), rows(there, (0, SIZE)), timeout=WAIT_S
     ).wait(WAIT_S)
-    assert np.array_equal(here, pattern(SIZE, 1))
+    assert np.array_equal(here, random_bytes(SIZE, 1))
     owner.resume()
     owner.send("end")
     owner.finish()
@@ -124,9 +115,9 @@ def test_the_death_of_an_owner_of_allocated_memory_is_noticed(connect):
     agent.register(here)
     owner.kill()
     with pytest.raises(PeerLostError):
-        agent.read_descriptors(peer, rows(address(here), (0, SIZE)), rows(there, (0, SIZE))).wait(
-            WAIT_S
-        )
+        agent.read_descriptors(
+            peer, rows(here.ctypes.data, (0, SIZE)), rows(there, (0, SIZE))
+        ).wait(WAIT_S)
 
 
 def test_without_error_handling_the_death_of_an_owner_goes_unnoticed(connect):
@@ -134,9 +125,9 @@ def test_without_error_handling_the_death_of_an_owner_goes_unnoticed(connect):
     here = np.zeros(SIZE, dtype=np.uint8)
     agent.register(here)
     owner.kill()
-    ends = rows(address(here), (0, SIZE)), rows(there, (0, SIZE))
+    ends = rows(here.ctypes.data, (0, SIZE)), rows(there, (0, SIZE))
     agent.read_descriptors(peer, *ends).wait(WAIT_S)
-    assert np.array_equal(here, pattern(SIZE, 1))
+    assert np.array_equal(here, random_bytes(SIZE, 1))
     agent.notify(peer, b"to nobody")
     assert agent.is_alive(peer)
 
@@ -149,7 +140,7 @@ def test_a_cache_in_allocated_memory_moves_by_plan(make_agent):
         tensor = agent.allocate(shape, np.float16)
         assert tensor.shape == shape
         assert not tensor.any()
-        tensor.view(np.uint8)[:] = pattern(tensor.nbytes, len(agents)).reshape(
+        tensor.view(np.uint8)[:] = random_bytes(tensor.nbytes, len(agents)).reshape(
             tensor.view(np.uint8).shape
         )
         cache = KVCache.from_tensors({"layer.0": tensor}, axes=axes, kv_heads=4)
@@ -185,7 +176,7 @@ def test_memory_that_this_ucx_does_not_move_is_refused(make_agent):
         if kind is MemoryType.VRAM and "VRAM" in _loader.native_report().memory_types:
             continue
         with pytest.raises(RegistrationError, match=r"does not move|host and GPU memory only"):
-            agent.register(MemorySpan(address(array), 64, kind, 0))
+            agent.register(MemorySpan(array.ctypes.data, 64, kind, 0))
 
 
 def test_settings_are_checked_and_shown(make_agent, monkeypatch):
@@ -219,15 +210,6 @@ def test_an_idle_agent_sleeps(make_agent):
 
 
 # ---- which UCX
-
-
-def run_python(code, **variables):
-    # On a busy machine UCX reports connections that end before they are made; not into the answer.
-    variables["UCX_LOG_FILE"] = "stderr"
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
-        check=True, capture_output=True, text=True, timeout=300, env={**os.environ, **variables},
-    ).stdout.strip()  # fmt: skip
 
 
 # A transfer between two agents of one process; the arguments name their class.

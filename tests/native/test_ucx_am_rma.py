@@ -14,10 +14,6 @@ SIZE = 1 << 20
 TCP = {"TLS": "tcp"}
 
 
-def address(array):
-    return int(array.__array_interface__["data"][0])
-
-
 @pytest.fixture
 def pair():
     """An owner, a connected reader, and the memory of both."""
@@ -30,7 +26,7 @@ def pair():
 
 
 def both(theirs, here, *pieces):
-    return rows(address(here), *pieces), rows(address(theirs), *pieces)
+    return rows(here.ctypes.data, *pieces), rows(theirs.ctypes.data, *pieces)
 
 
 @pytest.mark.parametrize("nbytes", [1, 8, 16_383, 16_384, 16_385, 100_000, SIZE])

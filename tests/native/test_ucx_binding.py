@@ -20,6 +20,7 @@ from pynixlkv.errors import (
     WireError,
 )
 from pynixlkv.testing import live_counts
+from pynixlkv.testing.contents import random_bytes
 from pynixlkv.ucx import (
     Context,
     Endpoint,
@@ -37,16 +38,12 @@ SIZE = 1 << 20
 TRANSPORTS = {"tcp": {"TLS": "tcp", "RNDV_THRESH": "inf"}, "default": {"RNDV_THRESH": "inf"}}
 
 
-def pattern(nbytes, seed):
-    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
-
-
 def serve(peer, config):
     """The other side: an array and memory of UCX's; progresses until told to stop."""
     context = Context(config)
-    array = pattern(SIZE, 1)
+    array = random_bytes(SIZE, 1)
     with context.map(array) as mapped, context.allocate(SIZE) as allocated:
-        np.frombuffer(allocated.buffer, dtype=np.uint8)[:] = pattern(SIZE, 2)
+        np.frombuffer(allocated.buffer, dtype=np.uint8)[:] = random_bytes(SIZE, 2)
         worker = Worker(context)
         peer.send((worker.address, mapped.pack(), allocated.pack()))
         while not peer.connection.poll():
@@ -103,11 +100,11 @@ def test_get_and_put_move_the_named_bytes_and_no_other(side):
         side.array[:] = 7
         get_nbx(side.memory, key, 1000, local_offset=5, remote_offset=300).wait(WAIT_S)
         expected = np.full(SIZE, 7, dtype=np.uint8)
-        expected[5:1005] = pattern(SIZE, seed)[300:1300]
+        expected[5:1005] = random_bytes(SIZE, seed)[300:1300]
         assert np.array_equal(side.array, expected)
     put_nbx(side.memory, side.mapped, 500, local_offset=5, remote_offset=40).wait(WAIT_S)
     flush_nbx(side.endpoint).wait(WAIT_S)
-    expected_there = pattern(SIZE, 1)
+    expected_there = random_bytes(SIZE, 1)
     expected_there[40:540] = side.array[5:505]
     side.peer.send("stop")
     assert side.peer.finish() == expected_there.tobytes()
@@ -116,7 +113,7 @@ def test_get_and_put_move_the_named_bytes_and_no_other(side):
 def test_without_error_handling_a_worker_reaches_itself():
     context = Context({"TLS": "self", "LOG_LEVEL": "fatal"})
     worker = Worker(context)
-    there, here = pattern(4096, 1), np.zeros(4096, dtype=np.uint8)
+    there, here = random_bytes(4096, 1), np.zeros(4096, dtype=np.uint8)
     with context.map(there) as remote, context.map(here) as local:
         with pytest.raises(UcxError, match="error handling"):
             Endpoint(worker, worker.address)
@@ -124,7 +121,7 @@ def test_without_error_handling_a_worker_reaches_itself():
             key = RemoteKey(endpoint, remote.pack())
             get_nbx(local, key).wait(WAIT_S)
             assert np.array_equal(here, there)
-            here[:] = pattern(4096, 2)
+            here[:] = random_bytes(4096, 2)
             put_nbx(local, key).wait(WAIT_S)
             flush_nbx(endpoint).wait(WAIT_S)
             assert np.array_equal(there, here)
@@ -142,7 +139,7 @@ def test_many_at_once_all_arrive(side):
     for request in requests:
         request.wait(WAIT_S, spin=True)
         assert request.poll()
-    there = pattern(SIZE, 1).reshape(-1, block)
+    there = random_bytes(SIZE, 1).reshape(-1, block)
     assert np.array_equal(side.array.reshape(-1, block), there[order])
 
 
@@ -172,7 +169,7 @@ def test_threads_share_a_worker(side):
     for thread in threads:
         thread.join()
     assert failures == []
-    assert np.array_equal(side.array, pattern(SIZE, 1))
+    assert np.array_equal(side.array, random_bytes(SIZE, 1))
 
 
 @pytest.fixture
@@ -213,7 +210,7 @@ def test_a_wait_ends_in_time_and_the_request_goes_on(hung):
     assert not request.poll()
     hung.peer.resume()
     request.wait(WAIT_S)
-    assert np.array_equal(hung.array, pattern(SIZE, 1))
+    assert np.array_equal(hung.array, random_bytes(SIZE, 1))
 
 
 # ---- failures
@@ -225,7 +222,7 @@ def test_a_dropped_request_keeps_its_memory_until_it_has_ended(hung):
     gc.collect()
     assert live_counts()["ucx.Request"] == 1
     hung.peer.resume()
-    hung.progress_until(lambda: np.array_equal(hung.array, pattern(SIZE, 1)))
+    hung.progress_until(lambda: np.array_equal(hung.array, random_bytes(SIZE, 1)))
     hung.endpoint.close()
     assert live_counts().get("ucx.Request", 0) == 0
 

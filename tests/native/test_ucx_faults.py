@@ -54,7 +54,7 @@ def test_the_address_of_a_dead_process_is_a_lost_peer(start_remote):
     hello, there = remote.hello(), remote.address()
     remote.kill()
     array = np.zeros(4096, dtype=np.uint8)
-    here = int(array.__array_interface__["data"][0])
+    here = array.ctypes.data
     with UcxAgent("a", config={"TLS": "tcp"}) as agent:
         agent.register(array)
         peer = agent.connect(hello)
@@ -92,7 +92,7 @@ def test_memory_that_its_owner_deregisters_during_a_read(start_remote, tls):
     remote = start_remote(config={"TLS": tls})
     there = remote.register_more(SIZE, 3)
     array = np.zeros(SIZE, dtype=np.uint8)
-    here = int(array.__array_interface__["data"][0])
+    here = array.ctypes.data
     pieces = [(i, SIZE // 64) for i in range(0, SIZE, SIZE // 64)]
     with UcxAgent("a", config={"TLS": tls}) as agent:
         agent.register(array)
