@@ -20,8 +20,9 @@ class MemoryMap {
     using Owner = std::uint64_t;
 
     MemoryMap() = default;
-    MemoryMap(const MemoryMap&) = delete;  // would keep iterators into the other's spans
-    MemoryMap& operator=(const MemoryMap&) = delete;
+    // Moved only: a copy would keep iterators into the spans of the original.
+    MemoryMap(MemoryMap&&) = default;
+    MemoryMap& operator=(MemoryMap&&) = default;
 
     struct Entry {
         Descriptor row;
