@@ -20,8 +20,6 @@ from pynixlkv.testing.process import ProcessGroup
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["DemoOptions", "DemoReport", "OperationReport", "run_demo"]
-
 _ROLES: tuple[Role, Role] = ("prefill", "decode")
 # The default size of a pool: bytes of each role, and share of the free memory that both may take.
 _ROLE_BYTES = 1 << 30

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from pynixlkv.topology import Reader, Source
 
-__all__ = ["DemoOptions", "DemoRank", "Operation", "RankSpec", "Role", "Tables"]
-
 Role = Literal["prefill", "decode"]
 Operation = Literal["read", "write"]
 # Physical blocks of one role that are read and written, in token order.

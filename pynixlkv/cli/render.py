@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from pynixlkv.cli.bench.run import BenchReport
     from pynixlkv.cli.demo import DemoReport, OperationReport
 
-__all__ = ["bench_verdict", "info_table", "show_bench", "show_demo"]
-
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.2f} ms"

@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pynixlkv.connector import tp_mapping
 from pynixlkv.connector.leases import LEASE_GROUP
-from pynixlkv.errors import (
-    HandshakeError,
-    PeerLostError,
-    PynixlkvError,
-    RankNotFound,
-    StateError,
-)
+from pynixlkv.errors import HandshakeError, PeerLostError, PynixlkvError, RankNotFound, StateError
 from pynixlkv.plan import TransferPlan
 
 if TYPE_CHECKING:

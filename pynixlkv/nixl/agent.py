@@ -12,8 +12,6 @@ from pynixlkv.errors import ConfigError, NixlError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["NixlAgent"]
-
 # Period of the timer of NIXL's progress thread, which serves peers whose transport needs this
 # side's processor (TCP) and also wakes on events. The period of NIXL's Python API burns a core.
 _PROGRESS_DELAY_US = 100_000

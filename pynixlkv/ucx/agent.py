@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["UcxAgent"]
-
 # Settings that apply unless the environment has a UCX_ variable of the name. With error handling
 # UCX's rendezvous falls back to TCP between processes of one host, which is several times slower.
 # A blocking connect() would hold up all peers for minutes where one host drops packets.

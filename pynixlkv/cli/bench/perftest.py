@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from pynixlkv.cli.bench.cases import Case
 
-__all__ = ["HOW_TO_GET", "Perftest"]
-
 HOW_TO_GET = (
     "ucx_perftest was not found beside the UCX in use, nor in PATH; the distribution libucx-cu12 "
     '(pip install "pynixlkv[ucx]") has it, as does ucx-utils of Linux distributions'

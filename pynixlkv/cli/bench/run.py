@@ -24,8 +24,6 @@ from pynixlkv.testing.process import ProcessGroup, RunError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["BenchReport", "CaseReport", "SeriesReport", "run_bench", "run_cases"]
-
 _ROUNDS, _QUICK_ROUNDS = 7, 3
 _TARGET, _INITIATOR = "target", "initiator"
 _ON_UCX = (Series.binding, Series.ucx, Series.ucx_allocated)
