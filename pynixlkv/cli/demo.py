@@ -111,7 +111,6 @@ def run_demo(options: DemoOptions, on_progress: Callable[[str, int, int], None])
 def _conduct(
     group: ProcessGroup, specs: Sequence[RankSpec], model: Model, blocks: int
 ) -> DemoReport:
-    """Lead the ranks through both operations and add up their results."""
     names = {role: [spec.name for spec in specs if spec.role == role] for role in _ROLES}
     prefill, decode = names["prefill"], names["decode"]
     everyone = [*prefill, *decode]

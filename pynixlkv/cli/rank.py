@@ -196,7 +196,6 @@ class DemoRank:
         return wrong_bytes, difference
 
     def _left(self) -> float:
-        """Return the seconds until the deadline."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise RunError(f"{self._spec.name} did not end within {self._options.timeout_s} s")

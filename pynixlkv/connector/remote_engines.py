@@ -97,10 +97,6 @@ class RemoteEngine:
         assert self.error is not None  # `RemoteEngines.drop` sets it
         return self.error
 
-    def of_agent(self, name: str) -> RemoteRank | None:
-        """Return the rank with an agent's name."""
-        return next((rank for rank in self.ranks if rank.peer.name == name), None)
-
 
 class RemoteEngines:
     """A worker's producers, by engine id. Not thread-safe; only handshakes run on other threads."""

@@ -58,6 +58,15 @@ def two_groups(draw):
     return kv_heads, draw(groups(kv_heads)), draw(groups(kv_heads))
 
 
+def ask(topology, kv_heads, rank, here, there):
+    """Call a function of the module for a rank; each side is its size and context-parallel size."""
+    (size, dcp), (remote_size, remote_dcp) = here, there
+    return topology(
+        kv_heads,
+        local=(rank, size), remote_size=remote_size, local_dcp=dcp, remote_dcp=remote_dcp,
+    )  # fmt: skip
+
+
 # Held heads, layers and tokens.
 
 
@@ -212,13 +221,7 @@ def test_every_head_and_token_arrives_exactly_once(case) -> None:
         }
 
     for rank in range(size):
-        sources = read_sources(
-            kv_heads,
-            local=(rank, size),
-            remote_size=remote_size,
-            local_dcp=dcp,
-            remote_dcp=remote_dcp,
-        )
+        sources = ask(read_sources, kv_heads, rank, (size, dcp), (remote_size, remote_dcp))
         mine = held(rank, size, dcp)
         arrived: Counter[tuple[int, int]] = Counter()
         for source in sources:
@@ -254,26 +257,15 @@ def test_both_ends_agree_on_who_reads_and_who_tells(case) -> None:
     kv_heads, (size, dcp), (remote_size, remote_dcp) = case
     reads, tells = {}, set()
     for rank in range(size):
-        arguments = {
-            "local": (rank, size),
-            "remote_size": remote_size,
-            "local_dcp": dcp,
-            "remote_dcp": remote_dcp,
-        }
-        for source in read_sources(kv_heads, **arguments):
+        here, there = (size, dcp), (remote_size, remote_dcp)
+        for source in ask(read_sources, kv_heads, rank, here, there):
             reads[rank, source.rank] = source.heads
-        targets = release_targets(kv_heads, **arguments)
+        targets = ask(release_targets, kv_heads, rank, here, there)
         assert targets == sorted(set(targets))
         tells |= {(rank, producer) for producer in targets}
     expected = {}
     for producer in range(remote_size):
-        readers = expected_readers(
-            kv_heads,
-            local=(producer, remote_size),
-            remote_size=size,
-            local_dcp=remote_dcp,
-            remote_dcp=dcp,
-        )
+        readers = ask(expected_readers, kv_heads, producer, (remote_size, remote_dcp), (size, dcp))
         assert readers
         assert [r.rank for r in readers] == sorted({r.rank for r in readers})
         expected |= {(reader.rank, producer): reader.heads for reader in readers}

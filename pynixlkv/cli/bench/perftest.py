@@ -104,7 +104,6 @@ def read_microseconds(output: str, column: str) -> float:
 
 
 def _wait_for_port(server: subprocess.Popen[str]) -> int:
-    """Return the port that a server listens on."""
     deadline = time.monotonic() + _TIMEOUT_S
     while (port := _listening_port(server.pid)) is None:
         if server.poll() is not None or time.monotonic() > deadline:

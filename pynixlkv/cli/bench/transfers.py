@@ -204,8 +204,6 @@ class _BindingEnd(_End):
 
 
 class _AgentEnd(_End):
-    """An agent with registered memory."""
-
     def __init__(self, series: Series, case: Case, role: Role, make_memory: MakeMemory) -> None:
         self._agent: Agent
         memory = None
