@@ -125,11 +125,8 @@ def test_even_pipeline_stages() -> None:
 
 
 def test_uneven_pipeline_stages_are_said_and_not_guessed() -> None:
-    assert [held_layers(r, 3, 61, stages=[21, 20, 20]) for r in range(3)] == [
-        range(21),
-        range(21, 41),
-        range(41, 61),
-    ]
+    held = [held_layers(r, 3, 61, stages=[21, 20, 20]) for r in range(3)]
+    assert held == [range(21), range(21, 41), range(41, 61)]
     assert held_layers(1, 3, 4, stages=[2, 0, 2]) == range(2, 2)
     with pytest.raises(LayoutError, match="61 layers do not divide over 3 pipeline stages"):
         held_layers(0, 3, 61)
@@ -274,14 +271,10 @@ def test_both_ends_agree_on_who_reads_and_who_tells(case) -> None:
 
 
 def test_twelve_heads_from_four_ranks_to_six() -> None:
-    assert read_sources(12, local=(1, 6), remote_size=4) == [
-        Source(0, range(2, 3)),
-        Source(1, range(3, 4)),
-    ]
-    assert expected_readers(12, local=(0, 4), remote_size=6) == [
-        Reader(0, range(2)),
-        Reader(1, range(2, 3)),
-    ]
+    sources = read_sources(12, local=(1, 6), remote_size=4)
+    assert sources == [Source(0, range(2, 3)), Source(1, range(3, 4))]
+    readers = expected_readers(12, local=(0, 4), remote_size=6)
+    assert readers == [Reader(0, range(2)), Reader(1, range(2, 3))]
 
 
 def test_mla_from_eight_ranks_to_one_is_one_read_and_eight_notices() -> None:
