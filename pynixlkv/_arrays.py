@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from pynixlkv.errors import ConfigError
 
-__all__ = ["first_outside", "integers"]
-
 _BOOLS = frozenset((bool, np.bool_))
 
 

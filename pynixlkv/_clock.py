@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ObservedClock"]
-
 
 class ObservedClock:
     """Seconds for deadlines of what others do; a pause of this process does not count.

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["Closeable"]
-
 
 class Closeable:
     """An object that can be closed, by `close` or by leaving its ``with`` block."""

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from pynixlkv.errors import ConfigError
 
-__all__ = ["check_secret"]
-
 
 def check_secret(secret: bytes | str | None) -> bytes | None:
     """Return the secret as bytes; without one, that of the environment, or None.

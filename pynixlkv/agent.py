@@ -13,7 +13,7 @@ import threading
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -577,6 +577,13 @@ def num_quarantined_agents() -> int:
     Each keeps its thread and its registered memory until it is quiet.
     """
     return _keeper.reap()
+
+
+def check_strings(what: str, settings: Mapping[Any, Any]) -> None:
+    """Raise `ConfigError` for a setting of a transfer backend that is not a string for a string."""
+    for key, value in settings.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ConfigError(f"{what} {key!r}: {value!r} must be a string for a string")
 
 
 def _span_arrays(spans: Iterable[MemorySpan]) -> tuple[npt.NDArray[np.uint64], list[int]]:

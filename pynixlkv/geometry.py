@@ -389,7 +389,6 @@ def _read_box(name: str, value: Any, axes: str, kv: int | None) -> _Box:  # noqa
 
 
 def _layer_numbers(boxes: Sequence[list[_Box]], layers: Sequence[int] | None) -> list[list[int]]:
-    """Return the global layers of each tensor."""
     counts = [tensor[0].axes["L"].count for tensor in boxes]
     numbers = list(range(sum(counts))) if layers is None else _integers("layers", layers)
     if len(numbers) != sum(counts) or min(numbers) < 0:

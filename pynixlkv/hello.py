@@ -10,8 +10,6 @@ from pynixlkv import wire
 from pynixlkv.geometry import Geometry
 from pynixlkv.types import MemorySpan
 
-__all__ = ["Hello"]
-
 
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an agent tells its peers about itself (agent metadata, in NIXL's words).

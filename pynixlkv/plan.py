@@ -25,13 +25,7 @@ if TYPE_CHECKING:
 
     _GroupTables = tuple[NDArray[np.int64], NDArray[np.int64], int, int, int]
 
-__all__ = [
-    "Coverage",
-    "GroupDescription",
-    "PlanDescription",
-    "TransferPlan",
-    "physical_blocks",
-]
+__all__ = ["Coverage", "GroupDescription", "PlanDescription", "TransferPlan", "physical_blocks"]
 
 _MAX_POSITION = 2**48 - 1  # far beyond any context, and sums of positions stay far below 2**60
 _T = TypeVar("_T")

@@ -16,8 +16,6 @@ import msgspec
 
 from pynixlkv.errors import ProtocolVersionError, WireError
 
-__all__ = ["MAX_BYTES", "VERSION", "seal", "unseal"]
-
 MAGIC = b"PNKV"
 VERSION = 2
 """The one version of everything that two processes exchange: envelopes, handshakes, notifications.

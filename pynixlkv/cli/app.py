@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     Report = TypeVar("Report", DemoReport, BenchReport)
 
-__all__ = ["app"]
-
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -125,7 +123,8 @@ def demo(
     Decode reads scattered blocks from prefill, and prefill writes others to decode. Exit status is
     0 only if every byte that was moved is right and every other byte untouched.
     """
-    from pynixlkv.cli.demo import DemoOptions, run_demo
+    from pynixlkv.cli.demo import run_demo
+    from pynixlkv.cli.rank import DemoOptions
 
     chosen: dict[Role, str | None] = {
         "prefill": prefill_axes or axes,

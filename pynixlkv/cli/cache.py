@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from pynixlkv.cli.models import Model
 
-__all__ = ["Contents", "RankCache", "dimension_letters"]
-
 _NAMED_AXES = {"HND": "KBHND", "NHD": "KBNHD", "MLA": "BND"}
 _CANONICAL = "BKHND"
 

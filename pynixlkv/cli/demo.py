@@ -20,8 +20,6 @@ from pynixlkv.testing.process import ProcessGroup
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["DemoOptions", "DemoReport", "OperationReport", "run_demo"]
-
 _ROLES: tuple[Role, Role] = ("prefill", "decode")
 # The default size of a pool: bytes of each role, and share of the free memory that both may take.
 _ROLE_BYTES = 1 << 30
@@ -113,7 +111,6 @@ def run_demo(options: DemoOptions, on_progress: Callable[[str, int, int], None])
 def _conduct(
     group: ProcessGroup, specs: Sequence[RankSpec], model: Model, blocks: int
 ) -> DemoReport:
-    """Lead the ranks through both operations and add up their results."""
     names = {role: [spec.name for spec in specs if spec.role == role] for role in _ROLES}
     prefill, decode = names["prefill"], names["decode"]
     everyone = [*prefill, *decode]

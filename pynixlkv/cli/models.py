@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pynixlkv.errors import ConfigError
 from pynixlkv.topology import held_heads
 
-__all__ = ["MODELS", "Model", "find_model"]
-
 
 @dataclass(frozen=True)
 class Model:

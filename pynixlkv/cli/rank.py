@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from pynixlkv.topology import Reader, Source
 
-__all__ = ["DemoOptions", "DemoRank", "Operation", "RankSpec", "Role", "Tables"]
-
 Role = Literal["prefill", "decode"]
 Operation = Literal["read", "write"]
 # Physical blocks of one role that are read and written, in token order.
@@ -198,7 +196,6 @@ class DemoRank:
         return wrong_bytes, difference
 
     def _left(self) -> float:
-        """Return the seconds until the deadline."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise RunError(f"{self._spec.name} did not end within {self._options.timeout_s} s")

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from pynixlkv.cli.bench.run import BenchReport
     from pynixlkv.cli.demo import DemoReport, OperationReport
 
-__all__ = ["bench_verdict", "info_table", "show_bench", "show_demo"]
-
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.2f} ms"
@@ -73,15 +71,11 @@ def info_table(report: Mapping[str, Any]) -> Table:
 def _lines(value: object) -> str:
     """Return a value of a report as text, nested values one to a line."""
     if isinstance(value, dict):
-        parts = (f"{key} {_flat(part)}" for key, part in value.items() if part)
-        return ", ".join(parts)
+        parts = (f"{key} {_lines(part)}" for key, part in value.items() if part)
+        return ", ".join(parts).replace("\n", " ")
     if isinstance(value, (list, tuple)):
         return "\n".join(_lines(part) for part in value)
     return "" if value is None else str(value)
-
-
-def _flat(value: object) -> str:
-    return _lines(value).replace("\n", " ")
 
 
 def show_bench(report: BenchReport, console: Console) -> None:

@@ -238,7 +238,8 @@ class Receiver:
     def on_push_done(self, agent: str, message: messages.PushDone) -> None:
         """Take the end of a push."""
         request = self._by_push_id.get(message.push_id)
-        producer = None if request is None else request.engine.of_agent(agent)
+        ranks = () if request is None else request.engine.ranks
+        producer = next((rank for rank in ranks if rank.peer.name == agent), None)
         if request is None or producer is None:
             self._ctx.stats.count("late_notifications")
             return
@@ -341,7 +342,6 @@ class Receiver:
         request.sources = [_Source(producer) for producer in request.engine.sources]
 
     def _read(self, request: _Request, source: _Source, now: float) -> None:
-        """Start the reads from one source."""
         meta, remote, producer = request.meta, request.remote, source.producer
         local, local_starts = self._ctx.tables_by_group(
             self._ctx.cache, meta.host_blocks or meta.blocks, meta.starts, meta.block_sizes
@@ -553,7 +553,6 @@ class Receiver:
         return True
 
     def _lose(self, engine: RemoteEngine) -> None:
-        """End the requests of a dead engine."""
         for request_id in [r for r, queued in self._queued.items() if queued.engine is engine]:
             self._forget(request_id)
         if not engine.requests:

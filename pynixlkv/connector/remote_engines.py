@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pynixlkv.connector import tp_mapping
 from pynixlkv.connector.leases import LEASE_GROUP
-from pynixlkv.errors import (
-    HandshakeError,
-    PeerLostError,
-    PynixlkvError,
-    RankNotFound,
-    StateError,
-)
+from pynixlkv.errors import HandshakeError, PeerLostError, PynixlkvError, RankNotFound, StateError
 from pynixlkv.plan import TransferPlan
 
 if TYPE_CHECKING:
@@ -102,10 +96,6 @@ class RemoteEngine:
         """Why it is dead."""
         assert self.error is not None  # `RemoteEngines.drop` sets it
         return self.error
-
-    def of_agent(self, name: str) -> RemoteRank | None:
-        """Return the rank with an agent's name."""
-        return next((rank for rank in self.ranks if rank.peer.name == name), None)
 
 
 class RemoteEngines:

@@ -24,7 +24,7 @@ from pynixlkv.plan import TransferPlan
 from pynixlkv.types import TransferState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from concurrent.futures import Future
 
     from pynixlkv.agent import Peer, Transfer
@@ -493,7 +493,7 @@ class Sender:
             for wanted in part.layers if layer is None else {layer} & set(part.layers):
                 by_position[push.pushed.get((index, wanted), 0)].append(wanted)
             for position, layers in by_position.items():
-                moved = self._with_layers(part.groups, layers)
+                moved = [g for g in part.groups if set(self._groups[g].layers) & set(layers)]
                 end = num_tokens
                 if end < message.num_tokens:
                     # More tokens follow: a block that is not full waits for them.
@@ -542,9 +542,6 @@ class Sender:
                 max_bytes=self._ctx.config.max_bytes,
             )
         return plan
-
-    def _with_layers(self, names: Iterable[str], layers: Iterable[int]) -> list[str]:
-        return [name for name in names if set(self._groups[name].layers) & set(layers)]
 
     def _stop(self, push: _Push, error: str) -> None:
         push.error = error

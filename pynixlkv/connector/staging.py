@@ -173,8 +173,6 @@ class CopyFunction(Protocol):
 
 
 class _Group:
-    """The blocks of one group."""
-
     def __init__(self, name: str, num_device: int, num_host: int) -> None:
         self.name = name
         self.num_device = num_device
@@ -237,11 +235,6 @@ class HostStaging:
             for mine, theirs in zip(device, host, strict=True)
         ]
 
-    def _pairs(self, blocks: BlockLists) -> list[tuple[_Group, Sequence[int]]]:
-        if len(blocks) != len(self._groups):
-            raise PlanError(f"{len(blocks)} block tables for {len(self._groups)} groups")
-        return list(zip(self._groups, blocks, strict=True))
-
     def stage(
         self, direction: Direction, device_blocks: BlockLists, host_blocks: BlockLists
     ) -> DeviceEvent:
@@ -256,11 +249,12 @@ class HostStaging:
         StateError
             If an earlier copy into or out of one of the host blocks has not ended.
         """
+        for blocks in (device_blocks, host_blocks):
+            if len(blocks) != len(self._groups):
+                raise PlanError(f"{len(blocks)} block tables for {len(self._groups)} groups")
         with self._lock:
             tables = []
-            for (group, mine), (_, theirs) in zip(
-                self._pairs(device_blocks), self._pairs(host_blocks), strict=True
-            ):
+            for group, mine, theirs in zip(self._groups, device_blocks, host_blocks, strict=True):
                 device = group.check("device", mine, group.num_device)
                 host = group.check("host", theirs, group.copies.size)
                 written = host if direction == "d2h" else device

@@ -1,7 +1,7 @@
 """What a connector counts: transfers, bytes, times, failures, leases, peers, odd notifications.
 
 Each worker has a `ConnectorStats`. A `StatsSnapshot` of it is plain data: it can be sent to another
-process, added to those of other workers, described to people, or exported by `PrometheusMetrics`.
+process, added to those of other workers, or exported by `PrometheusMetrics`.
 """
 
 from __future__ import annotations
@@ -68,21 +68,6 @@ class TimeHistogram(msgspec.Struct):
         """Number of values."""
         return sum(self.counts)
 
-    def quantile(self, share: float) -> float:
-        """Return an upper bound of a quantile, in seconds.
-
-        It is at most twice the true quantile above 1 µs; ``inf`` above the last bound, 0.0 without
-        values.
-        """
-        if not self.count:
-            return 0.0
-        needed, seen = share * self.count, 0
-        for bound, count in zip(BUCKET_BOUNDS_S, self.counts, strict=False):
-            seen += count
-            if seen >= needed and seen:
-                return bound
-        return math.inf
-
     def __add__(self, other: TimeHistogram) -> TimeHistogram:
         counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
         return TimeHistogram(counts, self.sum_s + other.sum_s)
@@ -127,24 +112,6 @@ class StatsSnapshot(msgspec.Struct):
     def __add__(self, other: StatsSnapshot) -> StatsSnapshot:
         names = self.__struct_fields__
         return StatsSnapshot(*(_add(getattr(self, n), getattr(other, n)) for n in names))
-
-    def describe(self) -> str:
-        """Return some lines for people; quantiles are the upper bounds of their buckets."""
-        mib = self.bytes / 2**20
-        lines = [
-            f"{self.transfers:,} transfers, {mib:,.1f} MiB in {self.descriptors:,} descriptors"
-            + (f" of {self.bytes / self.descriptors / 1024:,.1f} KiB" if self.descriptors else "")
-        ]
-        for what, times in (("plan", self.plan), ("post", self.post), ("transfer", self.transfer)):
-            if times.count:
-                half, most = (f"{times.quantile(q) * 1e3:,.3g} ms" for q in (0.5, 0.99))
-                mean = times.sum_s / times.count * 1e3
-                lines.append(f"{what}: mean {mean:,.3g} ms, half within {half}, 99 % within {most}")
-        lines.append(f"transfers that failed: {_listed(self.transfer_failures)}")
-        lines.append(f"requests: {_listed(self.ends)}; causes of failure: {_listed(self.failures)}")
-        lines.append(f"leases: {self.live_leases:,} live; over: {_listed(self.leases)}")
-        lines.append(f"peers: {self.peers:,}; events: {_listed(self.events)}")
-        return "\n".join(lines)
 
 
 class ConnectorStats:
@@ -280,7 +247,3 @@ def _add(mine: Any, theirs: Any) -> Any:  # noqa: ANN401
     if not isinstance(mine, dict):
         return mine + theirs
     return {key: mine.get(key, 0) + theirs.get(key, 0) for key in {**mine, **theirs}}
-
-
-def _listed(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} {what}" for what, count in sorted(counts.items())) or "none"

@@ -261,20 +261,6 @@ class ConnectorWorker:
             finished, self._finished = self._finished, Finished()
         return finished
 
-    def describe(self) -> str:
-        """Return the state of the worker in a few lines, for people."""
-        me, seen = self._identity, self.stats.snapshot()
-        state, engines = "no cache yet", []
-        if self._engines is not None:
-            state = f"{seen.receiving} receiving, {seen.live_leases} held"
-            engines = self._engines.all()
-        producers = [
-            f"producer {engine.engine_id} at {engine.address[0]}:{engine.address[1]}: "
-            f"{engine.state.value}, {len(engine.requests)} requests"
-            for engine in engines
-        ]
-        return "\n".join([f"{me.engine_id} rank {me.rank}: {state}", *producers, seen.describe()])
-
     # ---- the thread
 
     def _do(self, command: Callable[[float], None]) -> None:

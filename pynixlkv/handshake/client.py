@@ -11,13 +11,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from pynixlkv._clock import ObservedClock
-from pynixlkv.errors import (
-    ConfigError,
-    HandshakeError,
-    HandshakeTimeout,
-    RankNotFound,
-    WireError,
-)
+from pynixlkv.errors import ConfigError, HandshakeError, HandshakeTimeout, RankNotFound, WireError
 from pynixlkv.handshake import message as msg
 from pynixlkv.handshake.security import Keys, find_keys, resolve
 

@@ -6,13 +6,11 @@ import os
 from typing import TYPE_CHECKING, ClassVar
 
 from pynixlkv import _loader, _native
-from pynixlkv.agent import Agent
-from pynixlkv.errors import ConfigError, NixlError
+from pynixlkv.agent import Agent, check_strings
+from pynixlkv.errors import NixlError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-__all__ = ["NixlAgent"]
+    from collections.abc import Mapping
 
 # Period of the timer of NIXL's progress thread, which serves peers whose transport needs this
 # side's processor (TCP) and also wakes on events. The period of NIXL's Python API burns a core.
@@ -72,7 +70,7 @@ class NixlAgent(Agent):
     ) -> None:
         self._library = _loader.load_nixl()
         params = self.default_backend_params(backend) | dict(backend_params or {})
-        _check_params(params.items())
+        check_strings("backend parameter", params)
         self._backend = backend
         self._backend_params = params
         super().__init__(name, backend_version=_loader.nixl_version(), secret=secret)
@@ -125,9 +123,3 @@ def _ucx_environment() -> str:
     """Return UCX's variables, the usual reason why no transport works."""
     found = [f"{key}={value}" for key, value in sorted(os.environ.items()) if key[:4] == "UCX_"]
     return " ".join(found) or "no UCX_ variable in the environment"
-
-
-def _check_params(params: Iterable[tuple[object, object]]) -> None:
-    for key, value in params:
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise ConfigError(f"backend parameter {key!r}: {value!r} must be a string for a string")

@@ -20,12 +20,7 @@ from pynixlkv import _native
 from pynixlkv._arrays import first_outside, integers
 from pynixlkv._closeable import Closeable
 from pynixlkv._loader import load_nixl
-from pynixlkv._native.nixl import (
-    Backend,
-    PreparedList,
-    Registration,
-    XferRequest,
-)
+from pynixlkv._native.nixl import Backend, PreparedList, Registration, XferRequest
 from pynixlkv.errors import ClosedError, ConfigError
 from pynixlkv.nixl._enums import ThreadSync
 from pynixlkv.types import AgentName, MemorySpan, MemoryType

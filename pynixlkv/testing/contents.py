@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["random_bytes"]
-
 
 def random_bytes(nbytes: int, seed: int | Sequence[int]) -> npt.NDArray[np.uint8]:
     """Return bytes that depend on the seed alone, no two stretches of which are alike."""

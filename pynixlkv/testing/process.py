@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["Channel", "ChildProcess", "ProcessGroup", "RunError", "parent"]
-
 # A top-level function or class, or the name of a method of the object that the child keeps.
 Function = str | Callable[..., Any]
 

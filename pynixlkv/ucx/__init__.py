@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from pynixlkv._native.ucx import Batch, Request
 from pynixlkv.ucx.agent import UcxAgent
-from pynixlkv.ucx.batch import Batch, get_batch, put_batch
+from pynixlkv.ucx.batch import get_batch, put_batch
 from pynixlkv.ucx.binding import (
     Context,
     Endpoint,
     MemoryHandle,
     RemoteKey,
-    Request,
     Worker,
     flush_nbx,
     get_nbx,

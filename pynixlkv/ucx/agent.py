@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from pynixlkv import _loader, _native
-from pynixlkv.agent import Agent
+from pynixlkv.agent import Agent, check_strings
 from pynixlkv.errors import ClosedError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     import numpy.typing as npt
-
-__all__ = ["UcxAgent"]
 
 # Settings that apply unless the environment has a UCX_ variable of the name. With error handling
 # UCX's rendezvous falls back to TCP between processes of one host, which is several times slower.
@@ -80,7 +78,7 @@ class UcxAgent(Agent):
         error_handling: bool = True,
         secret: bytes | str | None = None,
     ) -> None:
-        _check_config((config or {}).items())
+        check_strings("UCX setting", config or {})
         defaults = {k: v for k, v in _DEFAULTS.items() if f"UCX_{k}" not in os.environ}
         for key, value in _FIXED.items():
             if (config or {}).get(key, value) != value:
@@ -159,9 +157,3 @@ class UcxAgent(Agent):
         array: npt.NDArray[np.generic] = np.frombuffer(memory.view(), dtype=kind)
         array.view(np.uint8)[...] = 0
         return array.reshape(sizes)
-
-
-def _check_config(config: Iterable[tuple[object, object]]) -> None:
-    for key, value in config:
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise ConfigError(f"UCX setting {key!r}: {value!r} must be a string for a string")

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from pynixlkv.ucx.binding import MemoryHandle, RemoteKey
 
-__all__ = ["Batch", "get_batch", "put_batch"]
-
 
 def get_batch(
     local: MemoryHandle,

@@ -14,29 +14,13 @@ import msgspec
 
 from pynixlkv import _loader, _native, wire
 from pynixlkv._closeable import Closeable
-from pynixlkv._native.ucx import Request
-from pynixlkv.errors import (
-    ClosedError,
-    ConfigError,
-    ProtocolVersionError,
-    StateError,
-)
+from pynixlkv.errors import ClosedError, ConfigError, ProtocolVersionError, StateError
 from pynixlkv.types import MemoryType
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = [
-    "Context",
-    "Endpoint",
-    "MemoryHandle",
-    "RemoteKey",
-    "Request",
-    "Worker",
-    "flush_nbx",
-    "get_nbx",
-    "put_nbx",
-]
+    from pynixlkv._native.ucx import Request
 
 _ADDRESS = "UCX worker address"
 _KEY = "UCX remote key"

@@ -274,10 +274,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the cache with an agent, and start to work."""
-        from vllm.distributed.parallel_state import (
-            get_pp_group,
-            get_tensor_model_parallel_rank,
-        )
+        from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
         rank = get_pp_group().rank_in_group, get_tensor_model_parallel_rank()
         if self._options.layerwise:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from namespaces import TwoHosts
 
-from pynixlkv.cli.demo import DemoOptions, run_demo
+from pynixlkv.cli.demo import run_demo
+from pynixlkv.cli.rank import DemoOptions
 from pynixlkv.errors import PeerLostError, TransferTimeout
 from pynixlkv.nixl import NixlAgent
 from pynixlkv.testing import process

@@ -9,13 +9,7 @@ import pytest
 from interpreter import run_python
 
 from pynixlkv import _loader
-from pynixlkv.errors import (
-    ClosedError,
-    ConfigError,
-    PeerLostError,
-    RegistrationError,
-    UcxError,
-)
+from pynixlkv.errors import ClosedError, ConfigError, PeerLostError, RegistrationError, UcxError
 from pynixlkv.geometry import KVCache
 from pynixlkv.plan import TransferPlan
 from pynixlkv.testing.conformance import rows

@@ -21,16 +21,7 @@ from pynixlkv.errors import (
 )
 from pynixlkv.testing import live_counts
 from pynixlkv.testing.contents import random_bytes
-from pynixlkv.ucx import (
-    Context,
-    Endpoint,
-    RemoteKey,
-    Worker,
-    binding,
-    flush_nbx,
-    get_nbx,
-    put_nbx,
-)
+from pynixlkv.ucx import Context, Endpoint, RemoteKey, Worker, binding, flush_nbx, get_nbx, put_nbx
 
 WAIT_S = 60.0
 SIZE = 1 << 20

@@ -151,9 +151,11 @@ class World:
             self.round()
             if reached():
                 return
-            assert time.monotonic() < deadline, "\n".join(
-                ["it was not reached; this is:", *map(self.describe, self.engines)]
-            )
+            assert time.monotonic() < deadline, {
+                rank.agent.name: rank.worker.stats.snapshot()
+                for engine in self.engines.values()
+                for rank in engine.ranks
+            }
             self._is_active(0.0005)
 
     def quiet(self) -> None:
@@ -196,9 +198,6 @@ class World:
         return hooked
 
     # ---- looking
-
-    def describe(self, engine_id: str) -> str:
-        return "\n".join(rank.worker.describe() for rank in self.engines[engine_id].ranks)
 
     def count(self, engine_id: str, event: str) -> int:
         """Return how often all ranks of an engine counted an event."""

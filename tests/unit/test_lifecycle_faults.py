@@ -102,11 +102,8 @@ def test_a_full_prefix_hit_releases_the_producer_once():
 
 
 def test_a_prompt_shorter_than_a_block_is_not_handed_over():
-    with pair(partial_blocks=False, producer=BLOCKS_OF_16, consumer=BLOCKS_OF_16) as (
-        world,
-        prefill,
-        decode,
-    ):
+    sides = {"producer": BLOCKS_OF_16, "consumer": BLOCKS_OF_16}
+    with pair(partial_blocks=False, **sides) as (world, prefill, decode):
         free = list(prefill.free)
         inbox = world.listen("P")
         assert prefill.prefill("p1", 7, 5) is None

@@ -238,11 +238,7 @@ def test_coverage_says_what_only_one_side_has() -> None:
     local, remote = Made("KBHND"), Made("KBHND", tokens=4, blocks=12)
     plan = TransferPlan(local.geometry, remote.geometry)
     more_here = plan.coverage([0, 1, 2], [0, 1, 2])
-    assert (more_here.tokens, more_here.local, more_here.remote) == (
-        range(12),
-        range(2),
-        range(3),
-    )
+    assert (more_here.tokens, more_here.local, more_here.remote) == (range(12), range(2), range(3))
     assert (more_here.local_only, more_here.remote_only) == ((2,), ())
     with pytest.raises(
         PlanError, match=r"cover different tokens: local \[0, 24\), remote \[0, 12\)"

@@ -58,6 +58,15 @@ def two_groups(draw):
     return kv_heads, draw(groups(kv_heads)), draw(groups(kv_heads))
 
 
+def ask(topology, kv_heads, rank, here, there):
+    """Call a function of the module for a rank; each side is its size and context-parallel size."""
+    (size, dcp), (remote_size, remote_dcp) = here, there
+    return topology(
+        kv_heads,
+        local=(rank, size), remote_size=remote_size, local_dcp=dcp, remote_dcp=remote_dcp,
+    )  # fmt: skip
+
+
 # Held heads, layers and tokens.
 
 
@@ -116,11 +125,8 @@ def test_even_pipeline_stages() -> None:
 
 
 def test_uneven_pipeline_stages_are_said_and_not_guessed() -> None:
-    assert [held_layers(r, 3, 61, stages=[21, 20, 20]) for r in range(3)] == [
-        range(21),
-        range(21, 41),
-        range(41, 61),
-    ]
+    held = [held_layers(r, 3, 61, stages=[21, 20, 20]) for r in range(3)]
+    assert held == [range(21), range(21, 41), range(41, 61)]
     assert held_layers(1, 3, 4, stages=[2, 0, 2]) == range(2, 2)
     with pytest.raises(LayoutError, match="61 layers do not divide over 3 pipeline stages"):
         held_layers(0, 3, 61)
@@ -212,13 +218,7 @@ def test_every_head_and_token_arrives_exactly_once(case) -> None:
         }
 
     for rank in range(size):
-        sources = read_sources(
-            kv_heads,
-            local=(rank, size),
-            remote_size=remote_size,
-            local_dcp=dcp,
-            remote_dcp=remote_dcp,
-        )
+        sources = ask(read_sources, kv_heads, rank, (size, dcp), (remote_size, remote_dcp))
         mine = held(rank, size, dcp)
         arrived: Counter[tuple[int, int]] = Counter()
         for source in sources:
@@ -254,26 +254,15 @@ def test_both_ends_agree_on_who_reads_and_who_tells(case) -> None:
     kv_heads, (size, dcp), (remote_size, remote_dcp) = case
     reads, tells = {}, set()
     for rank in range(size):
-        arguments = {
-            "local": (rank, size),
-            "remote_size": remote_size,
-            "local_dcp": dcp,
-            "remote_dcp": remote_dcp,
-        }
-        for source in read_sources(kv_heads, **arguments):
+        here, there = (size, dcp), (remote_size, remote_dcp)
+        for source in ask(read_sources, kv_heads, rank, here, there):
             reads[rank, source.rank] = source.heads
-        targets = release_targets(kv_heads, **arguments)
+        targets = ask(release_targets, kv_heads, rank, here, there)
         assert targets == sorted(set(targets))
         tells |= {(rank, producer) for producer in targets}
     expected = {}
     for producer in range(remote_size):
-        readers = expected_readers(
-            kv_heads,
-            local=(producer, remote_size),
-            remote_size=size,
-            local_dcp=remote_dcp,
-            remote_dcp=dcp,
-        )
+        readers = ask(expected_readers, kv_heads, producer, (remote_size, remote_dcp), (size, dcp))
         assert readers
         assert [r.rank for r in readers] == sorted({r.rank for r in readers})
         expected |= {(reader.rank, producer): reader.heads for reader in readers}
@@ -282,14 +271,10 @@ def test_both_ends_agree_on_who_reads_and_who_tells(case) -> None:
 
 
 def test_twelve_heads_from_four_ranks_to_six() -> None:
-    assert read_sources(12, local=(1, 6), remote_size=4) == [
-        Source(0, range(2, 3)),
-        Source(1, range(3, 4)),
-    ]
-    assert expected_readers(12, local=(0, 4), remote_size=6) == [
-        Reader(0, range(2)),
-        Reader(1, range(2, 3)),
-    ]
+    sources = read_sources(12, local=(1, 6), remote_size=4)
+    assert sources == [Source(0, range(2, 3)), Source(1, range(3, 4))]
+    readers = expected_readers(12, local=(0, 4), remote_size=6)
+    assert readers == [Reader(0, range(2)), Reader(1, range(2, 3))]
 
 
 def test_mla_from_eight_ranks_to_one_is_one_read_and_eight_notices() -> None:

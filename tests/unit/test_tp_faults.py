@@ -33,14 +33,8 @@ def test_replicated_heads_need_no_smaller_blocks() -> None:
         plan = TransferPlan(local.geometry, remote.geometry, heads=source.heads)
         block_bytes = 16 * 32 * 2
         here, there = plan.descriptors([5], [3])
-        assert offsets(here, consumer) == [
-            (5 * block_bytes, block_bytes),
-            (13 * block_bytes, block_bytes),
-        ]
-        assert offsets(there, producer) == [
-            (3 * block_bytes, block_bytes),
-            (11 * block_bytes, block_bytes),
-        ]
+        assert offsets(here, consumer) == [(i * block_bytes, block_bytes) for i in (5, 13)]
+        assert offsets(there, producer) == [(i * block_bytes, block_bytes) for i in (3, 11)]
 
 
 def test_no_descriptor_reaches_beyond_the_region() -> None:

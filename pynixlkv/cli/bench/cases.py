@@ -11,8 +11,6 @@ from pynixlkv.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["TRANSPORTS", "Case", "Direction", "Series", "make_cases"]
-
 Direction = Literal["get", "put"]
 
 _KIB, _MIB = 1 << 10, 1 << 20

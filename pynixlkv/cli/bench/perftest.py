@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from pynixlkv.cli.bench.cases import Case
 
-__all__ = ["HOW_TO_GET", "Perftest"]
-
 HOW_TO_GET = (
     "ucx_perftest was not found beside the UCX in use, nor in PATH; the distribution libucx-cu12 "
     '(pip install "pynixlkv[ucx]") has it, as does ucx-utils of Linux distributions'
@@ -106,7 +104,6 @@ def read_microseconds(output: str, column: str) -> float:
 
 
 def _wait_for_port(server: subprocess.Popen[str]) -> int:
-    """Return the port that a server listens on."""
     deadline = time.monotonic() + _TIMEOUT_S
     while (port := _listening_port(server.pid)) is None:
         if server.poll() is not None or time.monotonic() > deadline:

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from pynixlkv.cli.bench.run import BenchReport, CaseReport
 
-__all__ = ["check_plot", "draw"]
-
 _KIB = 1024
 _SUFFIXES = (".png", ".svg", ".pdf")
 

@@ -24,8 +24,6 @@ from pynixlkv.testing.process import ProcessGroup, RunError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["BenchReport", "CaseReport", "SeriesReport", "run_bench", "run_cases"]
-
 _ROUNDS, _QUICK_ROUNDS = 7, 3
 _TARGET, _INITIATOR = "target", "initiator"
 _ON_UCX = (Series.binding, Series.ucx, Series.ucx_allocated)
@@ -179,8 +177,6 @@ class _Tally:
 
 
 def _measure(workers: ProcessGroup, case: Case, rounds: int) -> CaseReport:
-    """Measure one case between two workers."""
-
     def ask(worker: str, method: str, *args: object, **kwargs: bool) -> Any:  # noqa: ANN401
         return workers.call(method, [worker], method, *args, **kwargs)[worker]
 
@@ -234,7 +230,6 @@ def _measure(workers: ProcessGroup, case: Case, rounds: int) -> CaseReport:
 
 
 def _absent_series() -> dict[str, str]:
-    """Return the series that cannot take part, and why."""
     absent = {}
     if Perftest.find() is None:
         absent[Series.perftest.value] = HOW_TO_GET

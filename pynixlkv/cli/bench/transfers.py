@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from pynixlkv.agent import Agent
     from pynixlkv.ucx import Context, Endpoint, Worker
 
-__all__ = ["BenchWorker", "Memory", "Offer", "Role", "has_target"]
-
 Role = Literal["target", "initiator"]
 # The address of the target's memory, and what else the initiator needs to reach it.
 Offer = tuple[int, list[bytes]]
@@ -206,8 +204,6 @@ class _BindingEnd(_End):
 
 
 class _AgentEnd(_End):
-    """An agent with registered memory."""
-
     def __init__(self, series: Series, case: Case, role: Role, make_memory: MakeMemory) -> None:
         self._agent: Agent
         memory = None
