@@ -256,9 +256,7 @@ class Inbox {
         std::unique_lock lock(mutex_);
         arrived_.wait_until(lock, until, [this] { return !notifications_.empty() || error_; });
         if (notifications_.empty() && error_) {
-            const Error error = *error_;
-            error_.reset();
-            throw error;
+            throw Error(*std::exchange(error_, std::nullopt));
         }
         return std::exchange(notifications_, {});
     }

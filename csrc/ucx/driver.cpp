@@ -282,9 +282,7 @@ bool UcxDriver::receive(std::vector<transfer::Notification>& into) {
     inbox_.clear();
     const bool has_served = server_.serve();
     if (receive_error_) {
-        const Error error = *receive_error_;
-        receive_error_.reset();
-        throw Error(error);
+        throw Error(*std::exchange(receive_error_, std::nullopt));
     }
     return rounds > 0 || has_served;
 }
