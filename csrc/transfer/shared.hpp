@@ -256,7 +256,9 @@ class Inbox {
         std::unique_lock lock(mutex_);
         arrived_.wait_until(lock, until, [this] { return !notifications_.empty() || error_; });
         if (notifications_.empty() && error_) {
-            throw Error(*std::exchange(error_, std::nullopt));
+            const Error error = *error_;
+            error_.reset();
+            throw error;
         }
         return std::exchange(notifications_, {});
     }
