@@ -1,5 +1,3 @@
-/// @file
-/// Objects that are never destroyed.
 #pragma once
 
 #include <utility>

@@ -1,5 +1,3 @@
-/// @file
-/// A shared library opened at run time, from which typed function tables are filled.
 #pragma once
 
 #include <dlfcn.h>
@@ -12,8 +10,8 @@
 
 namespace pynixlkv {
 
-/// An open shared library. It is never closed: plugins and thread-locals of the libraries that we
-/// use do not survive an unload.
+/// A shared library opened at run time. It is never closed: plugins and thread-locals of the
+/// libraries that we use do not survive an unload.
 class SharedLibrary {
   public:
     /// @param path file name for the dynamic loader; symbols stay local to the library

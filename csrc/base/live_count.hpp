@@ -1,5 +1,3 @@
-/// @file
-/// How many objects of each owning class are alive: what the leak tests read.
 #pragma once
 
 #include <atomic>
@@ -12,7 +10,8 @@
 
 namespace pynixlkv {
 
-/// Named counters. They are the one mutable static of the native code.
+/// How many objects of each owning class are alive, which the leak tests read. The counters are the
+/// one mutable static of the native code.
 class LiveCounters {
   public:
     [[nodiscard]] static std::atomic<std::int64_t>& counter(const char* name) {

@@ -1,5 +1,3 @@
-/// @file
-/// Telling a forked child from the process that made an object.
 #pragma once
 
 #include <pthread.h>

@@ -1,13 +1,11 @@
-/// @file
-/// Move-only owner of a C handle.
 #pragma once
 
 #include <utility>
 
 namespace pynixlkv {
 
-/// Owns a handle of a C library. There is deliberately no way to let a C call write into it: some
-/// of them leave rubbish in their out argument when they fail.
+/// Move-only owner of a handle of a C library. There is deliberately no way to let a C call write
+/// into it: some of them leave rubbish in their out argument when they fail.
 /// @tparam Handle an opaque pointer type
 /// @tparam Destroy callable that frees a handle; its result is ignored
 template <class Handle, class Destroy>
@@ -26,8 +24,6 @@ class UniqueHandle {
         }
         return *this;
     }
-    UniqueHandle(const UniqueHandle&) = delete;
-    UniqueHandle& operator=(const UniqueHandle&) = delete;
     ~UniqueHandle() { reset(); }
 
     [[nodiscard]] Handle get() const noexcept { return handle_; }

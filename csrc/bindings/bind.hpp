@@ -1,12 +1,11 @@
 /// @file
-/// One bind function per folder of csrc.
+/// One bind function per folder of csrc, and one for py_buffer.hpp.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace pynixlkv::bindings {
 
-void bind_base(pybind11::module_ m);
 void bind_buffer(pybind11::module_ m);
 void bind_kv(pybind11::module_ m);
 void bind_nixl(pybind11::module_ m);

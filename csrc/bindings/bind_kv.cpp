@@ -13,6 +13,7 @@
 
 #include "base/error.hpp"
 #include "bindings/bind.hpp"
+#include "bindings/py_shared.hpp"
 #include "kv/expansion.hpp"
 
 namespace py = pybind11;
@@ -128,23 +129,14 @@ std::shared_ptr<BlockTables> make_tables(const std::shared_ptr<Plan>& plan,
     return std::make_shared<BlockTables>(plan, tables);
 }
 
-Expansion expand(const BlockTables& tables) {
-    const py::gil_scoped_release release;
-    return Expansion(tables);
-}
-
 std::pair<DescriptorArray, DescriptorArray> descriptors(const BlockTables& tables) {
-    const Expansion expansion = expand(tables);
+    const auto expansion = without_gil([&] { return Expansion(tables); });
     const std::array<std::size_t, 2> shape{expansion.bound(), 3};
     DescriptorArray local(shape);
     DescriptorArray remote(shape);
     auto* const local_rows = reinterpret_cast<Descriptor*>(local.mutable_data());
     auto* const remote_rows = reinterpret_cast<Descriptor*>(remote.mutable_data());
-    std::size_t count = 0;
-    {
-        const py::gil_scoped_release release;
-        count = expansion.emit(local_rows, remote_rows);
-    }
+    const std::size_t count = without_gil([&] { return expansion.emit(local_rows, remote_rows); });
     // Returns the memory that merging has saved; nothing else refers to the arrays yet.
     local.resize({count, std::size_t{3}}, false);
     remote.resize({count, std::size_t{3}}, false);
@@ -165,7 +157,7 @@ void bind_kv(py::module_ m) {
             py::arg("remote"), py::call_guard<py::gil_scoped_release>())
         .def("descriptors", &descriptors)
         .def("totals", [](const BlockTables& tables) {
-            const Expansion expansion = expand(tables);
+            const auto expansion = without_gil([&] { return Expansion(tables); });
             return std::tuple(expansion.bytes(), expansion.num_runs());
         });
 

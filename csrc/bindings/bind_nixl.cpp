@@ -163,12 +163,6 @@ Duration seconds(double timeout) {
         std::chrono::duration<double>(std::fmin(timeout, kLongest)));
 }
 
-template <class Body>
-auto without_gil(Body&& body) {
-    const py::gil_scoped_release unlocked;
-    return body();
-}
-
 /// What an agent made, for a verb of that agent.
 template <class T>
 T& ours(const PyAgent& agent, const Released<T>& made) {
@@ -247,14 +241,7 @@ void bind_values(py::module_& m) {
 }
 
 void bind_owners(py::module_& m) {
-    py::class_<PyLibrary>(m, "Library")
-        .def(py::init([](const std::string& path) {
-                 return PyLibrary(without_gil([&] { return Library::open(path); }));
-             }),
-             py::arg("path"))
-        .def_property_readonly("path", [](const PyLibrary& self) { return self->path(); })
-        .def_property_readonly("version", [](const PyLibrary& self) { return self->version(); });
-
+    bind_library<Library>(m);
     py::class_<Backend, std::shared_ptr<Backend>>(m, "Backend",
                                                   "A transport or storage engine of an agent; made "
                                                   "by `Agent.create_backend`.")

@@ -2,12 +2,10 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -182,14 +180,7 @@ void bind_transfer(py::module_ m) {
             },
             py::arg("rows"))
         .def("metadata",
-             [](Agent& a) {
-                 std::string metadata;
-                 {
-                     const py::gil_scoped_release release;
-                     metadata = a.metadata();
-                 }
-                 return py::bytes(metadata);
-             })
+             [](Agent& a) { return py::bytes(without_gil([&] { return a.metadata(); })); })
         .def(
             "connect",
             [](Agent& a, const std::string& name, const Bytes& incarnation, const Bytes& metadata,

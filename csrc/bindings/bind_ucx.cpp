@@ -35,12 +35,6 @@ using PyWorker = Shared<Worker>;
 using PyKey = Shared<RemoteKey>;
 using PyRequest = Shared<Request>;
 
-template <class Body>
-auto without_gil(Body&& body) {
-    const py::gil_scoped_release unlocked;
-    return body();
-}
-
 /// Call a function under the lock of a worker, without the GIL.
 template <class Body>
 auto inside(const Worker& worker, Body&& body) {
@@ -53,7 +47,6 @@ auto inside(const Worker& worker, Body&& body) {
 class PyEndpoint : public Shared<Endpoint> {
   public:
     using Shared::Shared;
-    PyEndpoint(PyEndpoint&&) = delete;
     ~PyEndpoint() {
         const py::gil_scoped_release unlocked;
         ptr()->close();
@@ -106,14 +99,7 @@ Shared<Batch> make_batch(const PyMemory& local, const PyKey& key, std::uint64_t 
 }
 
 void bind_memory(py::module_& m) {
-    py::class_<PyLibrary>(m, "Library")
-        .def(py::init([](const std::string& path) {
-                 return PyLibrary(without_gil([&] { return Library::open(path); }));
-             }),
-             py::arg("path"))
-        .def_property_readonly("path", [](const PyLibrary& self) { return self->path(); })
-        .def_property_readonly("version", [](const PyLibrary& self) { return self->version(); });
-
+    bind_library<Library>(m);
     py::class_<PyContext>(m, "Context")
         .def(py::init([](const PyLibrary& library, const ConfigMap& config) {
                  return PyContext(

@@ -1,7 +1,9 @@
 /// @file
 /// pynixlkv._native: objects with a life. Calls one bind function per folder of csrc.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include "base/live_count.hpp"
 #include "bindings/bind.hpp"
 #include "bindings/py_error.hpp"
 
@@ -22,7 +24,7 @@ PYBIND11_MODULE(_native, m) {
             }
         }
     });
-    bindings::bind_base(m);
+    m.def("live_counts", &pynixlkv::LiveCounters::snapshot);
     bindings::bind_buffer(m);
     bindings::bind_kv(m.def_submodule("kv", "Geometries, plans, block tables."));
     bindings::bind_nixl(m.def_submodule("nixl", "NIXL's verbs."));

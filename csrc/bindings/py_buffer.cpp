@@ -1,7 +1,5 @@
 #include "bindings/py_buffer.hpp"
 
-#include <vector>
-
 #include "base/error.hpp"
 #include "base/text.hpp"
 #include "bindings/bind.hpp"

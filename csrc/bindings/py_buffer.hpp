@@ -1,5 +1,3 @@
-/// @file
-/// Memory of Python objects: the buffer protocol (numpy arrays), torch tensors, DLPack.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,7 +7,7 @@
 
 namespace pynixlkv::bindings {
 
-/// The memory of an array or tensor, kept alive and in place.
+/// The memory of an array or tensor (buffer protocol, torch, DLPack), kept alive and in place.
 class ArrayMemory {
   public:
     /// @throws Error ConfigError for an object without memory, read-only or empty memory, and

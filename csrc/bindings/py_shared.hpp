@@ -17,9 +17,6 @@ class Shared {
   public:
     explicit Shared(std::shared_ptr<T> owner) noexcept : owner_(std::move(owner)) {}
     Shared(Shared&&) noexcept = default;
-    Shared& operator=(Shared&&) = delete;
-    Shared(const Shared&) = delete;
-    Shared& operator=(const Shared&) = delete;
     ~Shared() {
         if (owner_) {
             const pybind11::gil_scoped_release unlocked;
@@ -34,6 +31,24 @@ class Shared {
   private:
     std::shared_ptr<T> owner_;
 };
+
+template <class Body>
+auto without_gil(Body&& body) {
+    const pybind11::gil_scoped_release unlocked;
+    return body();
+}
+
+template <class Library>
+void bind_library(pybind11::module_& m) {
+    using Owner = Shared<const Library>;
+    pybind11::class_<Owner>(m, "Library")
+        .def(pybind11::init([](const std::string& path) {
+                 return Owner(without_gil([&] { return Library::open(path); }));
+             }),
+             pybind11::arg("path"))
+        .def_property_readonly("path", [](const Owner& self) { return self->path(); })
+        .def_property_readonly("version", [](const Owner& self) { return self->version(); });
+}
 
 /// Whether the interpreter is going away, so that Python code must not run.
 inline bool is_ending() {
@@ -50,9 +65,6 @@ class Released : public Shared<T> {
   public:
     using Shared<T>::Shared;
     Released(Released&&) noexcept = default;
-    Released& operator=(Released&&) = delete;
-    Released(const Released&) = delete;
-    Released& operator=(const Released&) = delete;
     ~Released() {
         if (!this->ptr() || is_ending() || !this->ptr()->agent()->is_here() || is_closed(**this)) {
             return;

@@ -22,14 +22,25 @@ template <class... Parts>
     throw Error("PlanError", text(parts...));
 }
 
-/// a + b, or a LayoutError that names both.
-std::uint64_t add(std::uint64_t a, std::uint64_t b);
+inline std::uint64_t add(std::uint64_t a, std::uint64_t b) {
+    if (a > kMaxNumber || b > kMaxNumber - a) {
+        layout_error("address arithmetic overflows: ", a, " + ", b, " is above 2**60 - 1");
+    }
+    return a + b;
+}
 
-/// a * b, or a LayoutError that names both.
-std::uint64_t mul(std::uint64_t a, std::uint64_t b);
+inline std::uint64_t mul(std::uint64_t a, std::uint64_t b) {
+    if (b != 0 && a > kMaxNumber / b) {
+        layout_error("address arithmetic overflows: ", a, " * ", b, " is above 2**60 - 1");
+    }
+    return a * b;
+}
 
-/// Raise a LayoutError unless low <= value <= high.
-void check_range(const char* what, std::uint64_t value, std::uint64_t low = 0,
-                 std::uint64_t high = kMaxNumber);
+inline void check_range(const char* what, std::uint64_t value, std::uint64_t low = 0,
+                        std::uint64_t high = kMaxNumber) {
+    if (value < low || value > high) {
+        layout_error("geometry: ", what, " is ", value, ", must be from ", low, " to ", high);
+    }
+}
 
 }  // namespace pynixlkv::kv

@@ -49,7 +49,6 @@ struct Overlap {
     std::array<std::uint64_t, 2> start{}, first{}, last{};
 };
 
-/// A group of each side.
 struct GroupPair {
     std::array<Paging, 2> paging;
     std::array<std::size_t, 2> pool{};
@@ -110,8 +109,6 @@ class Plan {
     /// @throws Error PlanError if something selected is held by the local side only, if the sides
     /// cannot be matched, or if there is nothing to move
     Plan(const Geometry& local, const Geometry& remote, const Selection& selection = {});
-    Plan(const Plan&) = delete;
-    Plan& operator=(const Plan&) = delete;
 
     [[nodiscard]] const std::vector<GroupPair>& groups() const noexcept { return groups_; }
     [[nodiscard]] const std::vector<RunGroup>& run_groups() const noexcept { return run_groups_; }

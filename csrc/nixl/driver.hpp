@@ -1,5 +1,3 @@
-/// @file
-/// The transfer agent's view of NIXL.
 #pragma once
 
 #include <memory>

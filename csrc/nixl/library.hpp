@@ -1,5 +1,3 @@
-/// @file
-/// The loaded NIXL library.
 #pragma once
 
 #include <memory>
@@ -10,7 +8,7 @@
 
 namespace pynixlkv::nixl {
 
-/// Function table of one loaded library, which every owner of a handle holds.
+/// The loaded NIXL library: its function table. Every owner of a handle holds it.
 class Library {
   public:
     /// Open a library and resolve its functions.

@@ -1,10 +1,7 @@
-/// @file
-/// Registered memory of the verbs.
 #pragma once
 
 #include <atomic>
 #include <memory>
-#include <string>
 #include <utility>
 
 #include "nixl/agent.hpp"
@@ -51,7 +48,6 @@ class Use {
   public:
     explicit Use(std::shared_ptr<T> used) noexcept : used_(std::move(used)) { ++used_->num_users_; }
     Use(Use&&) noexcept = default;
-    Use& operator=(Use&&) = delete;
     ~Use() {
         if (used_) {
             --used_->num_users_;

@@ -1,5 +1,3 @@
-/// @file
-/// A transfer request of the verbs.
 #pragma once
 
 #include <atomic>
@@ -38,7 +36,7 @@ struct XferBody : LiveCounted<XferBody> {
     XferHandle native;
 };
 
-/// One transfer: made, posted, polled to its end, perhaps posted again, released.
+/// A transfer of the verbs: made, posted, polled to its end, perhaps posted again, released.
 class XferRequest : LiveCounted<XferRequest> {
     friend class Agent;
 
@@ -77,7 +75,6 @@ class XferRequest : LiveCounted<XferRequest> {
     /// Free the request if it is quiet; quarantine it if it is running and may be.
     /// @return kReleased if it was freed, kPending if its bytes may still move
     XferState give_up(bool may_quarantine);
-    /// Take a native status over into the state.
     XferState enter(Status status, const char* call);
     [[nodiscard]] std::string about() const;
 

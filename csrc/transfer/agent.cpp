@@ -5,8 +5,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstddef>
-#include <exception>
 #include <numeric>
 #include <thread>
 #include <tuple>
@@ -31,8 +29,6 @@ class SignalsBlocked {
         ::sigfillset(&all);
         ::pthread_sigmask(SIG_SETMASK, &all, &before_);
     }
-    SignalsBlocked(const SignalsBlocked&) = delete;
-    SignalsBlocked& operator=(const SignalsBlocked&) = delete;
     ~SignalsBlocked() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
 
   private:
@@ -44,19 +40,16 @@ class SignalsBlocked {
 void check_pairs(const std::vector<Descriptor>& local, const std::vector<Descriptor>& remote,
                  Op op) {
     if (local.size() != remote.size()) {
-        throw Error("PlanError", std::to_string(local.size()) + " local rows do not pair with " +
-                                     std::to_string(remote.size()) + " remote rows");
+        throw Error("PlanError", text(local.size(), " local rows do not pair with ", remote.size(),
+                                      " remote rows"));
     }
     for (std::size_t i = 0; i < local.size(); ++i) {
         if (local[i].length != remote[i].length) {
-            throw Error("PlanError", "row " + std::to_string(i) + ": the local length " +
-                                         std::to_string(local[i].length) +
-                                         " differs from the remote length " +
-                                         std::to_string(remote[i].length));
+            throw Error("PlanError", text("row ", i, ": the local length ", local[i].length,
+                                          " differs from the remote length ", remote[i].length));
         }
         if (local[i].length == 0) {
-            throw Error("PlanError",
-                        "row " + std::to_string(i) + " has length 0; leave empty rows out");
+            throw Error("PlanError", text("row ", i, " has length 0; leave empty rows out"));
         }
     }
     const std::vector<Descriptor>& written = op == Op::kRead ? local : remote;
@@ -73,19 +66,17 @@ void check_pairs(const std::vector<Descriptor>& local, const std::vector<Descrip
         return;
     }
     std::vector<std::size_t> order(written.size());
-    for (std::size_t i = 0; i < order.size(); ++i) {
-        order[i] = i;
-    }
+    std::iota(order.begin(), order.end(), std::size_t{0});
     std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
         return std::pair(written[a].device, written[a].address) <
                std::pair(written[b].device, written[b].address);
     });
     for (std::size_t i = 1; i < order.size(); ++i) {
         if (overlap(written[order[i - 1]], written[order[i]])) {
-            throw Error("PlanError", "rows " + std::to_string(order[i - 1]) + " and " +
-                                         std::to_string(order[i]) +
-                                         " overlap on the written side; each destination byte may "
-                                         "be written once");
+            throw Error(
+                "PlanError",
+                text("rows ", order[i - 1], " and ", order[i],
+                     " overlap on the written side; each destination byte may be written once"));
         }
     }
 }
@@ -138,20 +129,9 @@ template <class F>
 auto Agent::call(F function) -> std::invoke_result_t<F&, Loop&> {
     using Result = std::invoke_result_t<F&, Loop&>;
     check_usable();
-    auto promise = std::make_shared<std::promise<Result>>();
-    auto future = promise->get_future();
-    shared_->queue.post([promise = std::move(promise), function = std::move(function)](Loop& loop) {
-        try {
-            if constexpr (std::is_void_v<Result>) {
-                function(loop);
-                promise->set_value();
-            } else {
-                promise->set_value(function(loop));
-            }
-        } catch (...) {
-            promise->set_exception(std::current_exception());
-        }
-    });
+    auto task = std::make_shared<std::packaged_task<Result(Loop&)>>(std::move(function));
+    auto future = task->get_future();
+    shared_->queue.post([task = std::move(task)](Loop& loop) { (*task)(loop); });
     if (future.wait_for(kCallDeadline) != std::future_status::ready) {
         throw Error("StateError", "agent '" + shared_->name + "' did not answer within " +
                                       seconds_text(kCallDeadline) +

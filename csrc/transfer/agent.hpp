@@ -12,7 +12,6 @@
 #include <functional>
 #include <future>
 #include <memory>
-#include <optional>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -30,8 +29,6 @@ class Agent : LiveCounted<Agent> {
 
     /// Start the thread and make the driver on it; rethrows exceptions of the factory.
     Agent(std::string name, const DriverFactory& factory, const AgentOptions& options);
-    Agent(const Agent&) = delete;
-    Agent& operator=(const Agent&) = delete;
     /// Never blocks: cancels all transfers; the thread lives on until they are quiet.
     ~Agent();
 

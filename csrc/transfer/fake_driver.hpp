@@ -165,8 +165,6 @@ class FakeDriver : public Driver {
         node = std::make_shared<Node>(name, network_->next_token_++);
         self_ = node;
     }
-    FakeDriver(const FakeDriver&) = delete;
-    FakeDriver& operator=(const FakeDriver&) = delete;
     ~FakeDriver() override {
         const std::lock_guard lock(network_->mutex_);
         self_->alive = false;
@@ -264,8 +262,6 @@ class FakeDriver : public Driver {
         FakeRegistered(std::shared_ptr<FakeNetwork> of, std::shared_ptr<Node> at,
                        MemoryMap::Owner id)
             : network(std::move(of)), node(std::move(at)), owner(id) {}
-        FakeRegistered(const FakeRegistered&) = delete;
-        FakeRegistered& operator=(const FakeRegistered&) = delete;
         ~FakeRegistered() override {
             const std::lock_guard lock(network->mutex_);
             node->memory.remove(owner);

@@ -354,20 +354,21 @@ bool Loop::advance(Active& a) {
         end(a, State::kTimedOut, message);
         return true;
     }
-    return polled | attempt(a, [&] {
-               if (!a.expanded) {
-                   make_rows(a);
-               }
-               const bool started = start_batch(a);
-               if (!a.is_moved()) {
-                   return started;
-               }
-               if (a.notify) {
-                   tell(*a.link, *a.notify);
-               }
-               end(a, State::kDone, {});
-               return true;
-           });
+    const bool advanced = attempt(a, [&] {
+        if (!a.expanded) {
+            make_rows(a);
+        }
+        const bool started = start_batch(a);
+        if (!a.is_moved()) {
+            return started;
+        }
+        if (a.notify) {
+            tell(*a.link, *a.notify);
+        }
+        end(a, State::kDone, {});
+        return true;
+    });
+    return polled || advanced;
 }
 
 /// Release what has become quiet: transfers first, then the connections that wait for them.

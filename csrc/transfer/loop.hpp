@@ -35,9 +35,6 @@ struct Costs {
 class Loop {
   public:
     explicit Loop(std::shared_ptr<SharedState> shared) : shared_(std::move(shared)) {}
-    Loop(const Loop&) = delete;
-    Loop& operator=(const Loop&) = delete;
-    ~Loop() = default;
 
     /// The thread's life.
     /// @return whether everything was given back

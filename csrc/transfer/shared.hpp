@@ -258,7 +258,7 @@ class Inbox {
         if (notifications_.empty() && error_) {
             const Error error = *error_;
             error_.reset();
-            throw error;
+            throw Error(error);
         }
         return std::exchange(notifications_, {});
     }

@@ -166,21 +166,17 @@ class Transfer : LiveCounted<Transfer> {
     void start() noexcept { state_.store(State::kRunning, std::memory_order_release); }
     void end(State state, const std::string& message, const std::optional<NativeError>& cause,
              Clock::duration total, bool quiet) {
-        {
-            const std::lock_guard lock(mutex_);
-            stats_.total_ns = ns(total);
+        update([&](TransferStats& stats) {
+            stats.total_ns = ns(total);
             message_ = message;
             cause_ = cause;
             state_.store(state, std::memory_order_release);
             quiet_.store(quiet, std::memory_order_release);
-        }
+        });
         changed_.notify_all();
     }
     void become_quiet() {
-        {
-            const std::lock_guard lock(mutex_);
-            quiet_.store(true, std::memory_order_release);
-        }
+        update([&](TransferStats&) { quiet_.store(true, std::memory_order_release); });
         changed_.notify_all();
     }
 

@@ -72,7 +72,6 @@ class AmRmaXfers {
 /// A transfer between host memory at both ends.
 class AmRmaXfer final : public UcxXfer {
   public:
-    /// @throws Error NotRegisteredError
     AmRmaXfer(std::shared_ptr<AmRmaXfers> all, UcxConnection& connection,
               const LocalRegions& local_regions, transfer::Op op,
               const transfer::DescriptorPairs& rows);

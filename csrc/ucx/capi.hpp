@@ -9,7 +9,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "base/library.hpp"
 #include "ucx/status.hpp"
 
 namespace pynixlkv::ucx::capi {
@@ -217,9 +216,5 @@ struct Functions {
     PYNIXLKV_UCP_FUNCTIONS(X)
 #undef X
 };
-
-/// Fill the table from an open library.
-/// @throws Error LibraryVersionError for a missing symbol
-[[nodiscard]] Functions load_functions(const SharedLibrary& library);
 
 }  // namespace pynixlkv::ucx::capi

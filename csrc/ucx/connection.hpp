@@ -24,8 +24,6 @@ namespace pynixlkv::ucx {
 class Outbox {
   public:
     explicit Outbox(std::shared_ptr<Endpoint> endpoint) : endpoint_(std::move(endpoint)) {}
-    Outbox(const Outbox&) = delete;
-    Outbox& operator=(const Outbox&) = delete;
     /// Leaks the bytes of unsent messages, which UCX may still read.
     ~Outbox();
 

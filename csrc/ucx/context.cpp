@@ -15,16 +15,6 @@ namespace pynixlkv::ucx {
 
 namespace {
 
-struct ReleaseConfig {
-    const Library* library = nullptr;
-    void operator()(capi::Config config) const { library->fn().config_release(config); }
-};
-
-struct Cleanup {
-    const Library* library = nullptr;
-    void operator()(capi::Context context) const { library->fn().cleanup(context); }
-};
-
 /// Bytes that can be allocated without swapping, as far as the system says.
 std::uint64_t free_memory() {
     std::uint64_t free = std::numeric_limits<std::uint64_t>::max();
@@ -54,7 +44,7 @@ Context::Context(std::shared_ptr<const Library> library, ConfigMap config)
     capi::Config raw = nullptr;
     library_->check(library_->fn().config_read(nullptr, nullptr, &raw), "ucp_config_read",
                     [] { return "reading the UCX_* variables"; });
-    const UniqueHandle<capi::Config, ReleaseConfig> settings(raw, {library_.get()});
+    const UniqueHandle settings(raw, library_->fn().config_release);
     for (const auto& [name, value] : config_) {
         const Status status = library_->fn().config_modify(raw, name.c_str(), value.c_str());
         if (is_error(status)) {
@@ -73,14 +63,10 @@ Context::Context(std::shared_ptr<const Library> library, ConfigMap config)
         library_->fn().init_version(capi::kApiMajor, capi::kApiMinor, &params, raw, &handle),
         "ucp_init", [this] {
             const auto tls = config_.find("TLS");
-            const char* variable = std::getenv("UCX_TLS");
-            std::string used = variable != nullptr ? variable : "all";
-            if (tls != config_.end()) {
-                used = tls->second;
-            }
-            return text("starting UCX with UCX_TLS=", used);
+            const char* used = tls != config_.end() ? tls->second.c_str() : std::getenv("UCX_TLS");
+            return text("starting UCX with UCX_TLS=", used != nullptr ? used : "all");
         });
-    UniqueHandle<capi::Context, Cleanup> context(handle, {library_.get()});
+    UniqueHandle context(handle, library_->fn().cleanup);
     capi::ContextAttr attr{};
     attr.mask = capi::ContextAttr::kMemoryTypes;
     library_->check(library_->fn().context_query(handle, &attr), "ucp_context_query",

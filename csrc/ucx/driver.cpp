@@ -281,10 +281,8 @@ bool UcxDriver::receive(std::vector<transfer::Notification>& into) {
                 std::make_move_iterator(inbox_.end()));
     inbox_.clear();
     const bool has_served = server_.serve();
-    if (receive_error_) {
-        const Error error = *receive_error_;
-        receive_error_.reset();
-        throw Error(error);
+    if (const auto error = std::exchange(receive_error_, std::nullopt)) {
+        throw Error(*error);
     }
     return rounds > 0 || has_served;
 }

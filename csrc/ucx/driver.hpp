@@ -1,5 +1,3 @@
-/// @file
-/// UCX behind the transfer driver interface.
 #pragma once
 
 #include <memory>

@@ -2,12 +2,10 @@
 /// Connections to workers of peers, and keys to their memory.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <set>
-#include <string>
 #include <string_view>
 #include <vector>
 

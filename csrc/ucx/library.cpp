@@ -1,15 +1,20 @@
 #include "ucx/library.hpp"
 
+#include <type_traits>
 #include <utility>
 
-#include "base/error.hpp"
-#include "base/text.hpp"
+#include "base/library.hpp"
 
 namespace pynixlkv::ucx {
 
 std::shared_ptr<const Library> Library::open(const std::string& path) {
     const SharedLibrary library(path);
-    return std::make_shared<const Library>(path, capi::load_functions(library));
+    capi::Functions table;
+#define X(result, name, arguments) \
+    table.name = library.require<std::remove_pointer_t<decltype(table.name)>>("ucp_" #name);
+    PYNIXLKV_UCP_FUNCTIONS(X)
+#undef X
+    return std::make_shared<const Library>(path, table);
 }
 
 Library::Library(std::string path, const capi::Functions& functions)

@@ -1,5 +1,3 @@
-/// @file
-/// The loaded UCX library.
 #pragma once
 
 #include <memory>
@@ -9,7 +7,7 @@
 
 namespace pynixlkv::ucx {
 
-/// Function table of one loaded libucp. Every owner of a handle holds it.
+/// The loaded UCX library: its function table. Every owner of a handle holds it.
 class Library {
   public:
     /// Open a library and resolve its functions.

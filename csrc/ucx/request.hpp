@@ -1,5 +1,3 @@
-/// @file
-/// One native call in flight, waited for by itself.
 #pragma once
 
 #include <memory>
@@ -11,7 +9,8 @@
 
 namespace pynixlkv::ucx {
 
-/// Owns what a call uses until it has ended. Externally synchronised, see Worker.
+/// One native call in flight, with what it uses until it has ended. Externally synchronised, see
+/// Worker.
 class Request : LiveCounted<Request> {
   public:
     static constexpr const char* kLiveName = "ucx.Request";
@@ -19,7 +18,6 @@ class Request : LiveCounted<Request> {
     /// Whatever the call uses: memory, keys, bytes.
     using Keeps = std::vector<std::shared_ptr<const void>>;
 
-    /// Make a call.
     /// @param post receives the completion for the endpoint's functions
     /// @throws UcxError when the call fails at once
     template <class Post>
@@ -31,13 +29,21 @@ class Request : LiveCounted<Request> {
         // A request that is dropped before it has ended lives on at its endpoint.
         return {request.release(), [](Request* dropped) { retire(dropped); }};
     }
-    ~Request() = default;
 
     [[nodiscard]] const std::shared_ptr<Endpoint>& endpoint() const noexcept { return endpoint_; }
     [[nodiscard]] bool is_done() const noexcept { return completion_.is_quiet(); }
     /// @return whether it is complete
     /// @throws UcxError when it has failed
-    [[nodiscard]] bool check() const;
+    [[nodiscard]] bool check() const {
+        if (!is_done()) {
+            return false;
+        }
+        if (completion_.status() != Status::kOk) {
+            throw make_error(endpoint_->failure().value_or(completion_.status()), call_,
+                             endpoint_->failure() ? "the connection is lost" : "the request");
+        }
+        return true;
+    }
 
   private:
     friend class LiveCounted<Request>;
@@ -46,7 +52,16 @@ class Request : LiveCounted<Request> {
           call_(call),
           keeps_(std::move(keeps)),
           completion_(endpoint_->worker()->library()) {}
-    static void retire(Request* request);
+    static void retire(Request* request) {
+        std::unique_ptr<Request> owned(request);
+        const auto endpoint = request->endpoint_;
+        const std::lock_guard lock(endpoint->worker()->mutex());
+        if (owned->is_done() || !endpoint->worker()->context()->process().is_here()) {
+            owned.reset();
+        } else {
+            endpoint->quarantine(std::move(owned));
+        }
+    }
 
     const std::shared_ptr<Endpoint> endpoint_;
     const char* const call_;

@@ -12,11 +12,6 @@ namespace pynixlkv::ucx {
 
 namespace {
 
-struct DestroyWorker {
-    const Library* library = nullptr;
-    void operator()(capi::Worker worker) const { library->fn().worker_destroy(worker); }
-};
-
 Status deliver(void* argument, const void* header, std::size_t header_length, void* data,
                std::size_t length, const capi::AmReceived* received) {
     if ((received->attributes & capi::AmReceived::kIsRendezvous) != 0) {
@@ -38,7 +33,7 @@ Worker::Worker(std::shared_ptr<Context> context) : context_(std::move(context)) 
     capi::Worker raw = nullptr;
     library().check(library().fn().worker_create(context_->handle(), &params, &raw),
                     "ucp_worker_create", [] { return "making a worker"; });
-    UniqueHandle<capi::Worker, DestroyWorker> worker(raw, {&library()});
+    UniqueHandle worker(raw, library().fn().worker_destroy);
     library().check(library().fn().worker_get_efd(raw, &event_fd_), "ucp_worker_get_efd", [] {
         return "asking for an event descriptor; every transport of UCX_TLS must offer events";
     });

@@ -125,7 +125,6 @@ class Worker : LiveCounted<Worker> {
             sleep(until);
         }
     }
-    /// Call a function for every active message.
     void on_message(MessageHandler handler);
 
   private:
