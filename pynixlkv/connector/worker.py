@@ -261,6 +261,12 @@ class ConnectorWorker:
             finished, self._finished = self._finished, Finished()
         return finished
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks, without groups, of failed requests not yet taken by `get_finished`."""
+        with self._lock:
+            ends = list(self._finished.failed.values())
+        return {block for end in ends for table in end.blocks for block in table}
+
     # ---- the thread
 
     def _do(self, command: Callable[[float], None]) -> None:

@@ -342,7 +342,11 @@ class ToyEngine:
                 rank.worker.save_kv_layer(layer, self.layer_events.get(layer))
             if not self.background:
                 rank.worker.poll()
-            self._collect(rank.worker.get_finished(), outcome)
+            with_errors = rank.worker.get_block_ids_with_load_errors()
+            finished = rank.worker.get_finished()
+            failed = {b for end in finished.failed.values() for table in end.blocks for b in table}
+            assert with_errors == failed or self.background
+            self._collect(finished, outcome)
         self.scheduler.update_finished(
             sent=outcome.sent, received=outcome.received, failed=outcome.failed
         )
