@@ -14,7 +14,8 @@ class ObservedClock:
 
     A reader looks at the clock often. Readings further apart than `longest_gap` show that
     the process was stopped, or starved by a busy host. What others sent meanwhile is still to be
-    received, so the gap is left out: nothing expires before the reader has had a chance to look.
+    received, so a gap counts as `longest_gap` and no more: nothing much expires before the reader
+    has had a chance to look, and a reader that is slow itself does not stop time.
 
     Parameters
     ----------
@@ -40,5 +41,5 @@ class ObservedClock:
         gap, self._last = now - self._last, now
         self.was_paused = gap > self._longest_gap
         if self.was_paused:
-            self._left_out += gap
+            self._left_out += gap - self._longest_gap
         return now - self._left_out

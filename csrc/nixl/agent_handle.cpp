@@ -1,6 +1,7 @@
 #include "nixl/agent_handle.hpp"
 
 #include "base/error.hpp"
+#include "base/keep.hpp"
 
 namespace pynixlkv::nixl {
 
@@ -310,6 +311,12 @@ Status XferHandle::poll() noexcept {
     const Status status = agent_->fn().get_xfer_status(agent_->native(), handle_);
     is_running_ = status == Status::kInProgress;
     return status;
+}
+
+XferHandle::~XferHandle() {
+    if (release() != Status::kSuccess) {
+        (void)pynixlkv::keep_for_ever<std::shared_ptr<AgentHandle>>(agent_);
+    }
 }
 
 Status XferHandle::release() noexcept {

@@ -159,7 +159,8 @@ class XferHandle {
         : agent_(std::move(other.agent_)),
           handle_(std::exchange(other.handle_, nullptr)),
           is_running_(other.is_running_) {}
-    ~XferHandle() { (void)release(); }
+    /// A request that NIXL does not free may still move bytes: its agent is then never destroyed.
+    ~XferHandle();
 
     [[nodiscard]] const AgentHandle& agent() const noexcept { return *agent_; }
     [[nodiscard]] capi::Request get() const noexcept { return handle_; }

@@ -34,7 +34,7 @@ constexpr auto kSleepUntilWoken = milliseconds(20);
 /// Most native requests in flight at once.
 constexpr std::size_t kWindow = 64;
 /// A longer turn is a pause of the process, or of its host: nothing could be observed meanwhile.
-constexpr auto kLongestTurn = std::chrono::seconds(1);
+constexpr auto kLongestStep = std::chrono::seconds(1);
 /// A notification this long after the last wake-up came from a sender that cannot wake this agent.
 constexpr auto kWakeIsOld = milliseconds(50);
 
@@ -80,6 +80,7 @@ bool Loop::run(DriverFactory factory, std::promise<void>& started) {
         for (Active& a : active_) {
             busy |= advance(a);
             busy |= receive();  // a post may have taken milliseconds
+            excuse_pause();
         }
         settle();
         if (shared_->queue.is_stopped()) {
@@ -122,12 +123,12 @@ bool Loop::take_work() {
 
 /// Deadlines count only time in which this thread could see what arrived.
 void Loop::excuse_pause() {
-    const TimePoint before = std::exchange(turn_, Clock::now());
-    if (turn_ - before <= kLongestTurn) {
+    const TimePoint before = std::exchange(now_, Clock::now());
+    if (now_ - before <= kLongestStep) {
         return;
     }
     for (Active& a : active_) {
-        const auto missed = std::min(turn_ - before, turn_ - a.submitted);
+        const auto missed = std::min(now_ - before, now_ - a.submitted);
         a.deadline = a.deadline < TimePoint::max() - missed ? a.deadline + missed : a.deadline;
     }
 }
@@ -343,7 +344,11 @@ bool Loop::advance(Active& a) {
         end(a, State::kCancelled, describe(a) + " was cancelled: the peer was disconnected");
         return true;
     }
-    if (turn_ >= a.deadline && !a.is_moved()) {
+    if (!a.link->connection) {
+        end(a, State::kFailed, describe(a) + " failed: the peer is one of another agent");
+        return true;
+    }
+    if (now_ >= a.deadline && !a.is_moved()) {
         const TransferStats stats = t.stats();
         std::string message = describe(a) + " did not end within " + seconds_text(a.timeout) +
                               ": " + bytes_text(stats.bytes_done) + " of " +
@@ -551,6 +556,15 @@ std::shared_ptr<Peer> Loop::connect(const std::string& name, const std::string& 
     links_[name] = link;
     all_wake_ &= shared_->wake_socket.wake_peer(incarnation);
     return link->peer;
+}
+
+Link& Loop::connected(const Peer& peer) const {
+    const auto found = links_.find(peer.name());
+    if (found == links_.end() || found->second->peer.get() != &peer) {
+        throw Error("ConfigError", "peer '" + peer.name() + "' is one of another agent than '" +
+                                       shared_->name + "', which cannot use it");
+    }
+    return *found->second;
 }
 
 bool Loop::is_alive(const Peer& peer) {

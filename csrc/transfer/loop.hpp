@@ -75,7 +75,8 @@ class Loop {
     // ---- peers ----
     /// The link of a peer; one without a connection if the peer is an earlier generation.
     [[nodiscard]] std::shared_ptr<Link> link_of(const std::shared_ptr<Peer>& peer) const;
-    [[nodiscard]] Link& connected(const Peer& peer) const { return *links_.at(peer.name()); }
+    /// @throws Error("ConfigError") for a peer of another agent
+    [[nodiscard]] Link& connected(const Peer& peer) const;
     void tell(Link& link, const std::string& message);
     void lose(Link& link, PeerState state, const std::string& reason,
               const std::optional<NativeError>& cause = {});
@@ -93,8 +94,8 @@ class Loop {
     std::vector<Descriptor> spare_local_;
     std::vector<Descriptor> spare_remote_;
     std::vector<Notification> arrivals_;
-    /// Start of the current turn of the loop; deadlines are judged by it.
-    TimePoint turn_ = Clock::now();
+    /// When this thread last looked at the clock between two steps; deadlines are judged by it.
+    TimePoint now_ = Clock::now();
     TimePoint last_activity_ = Clock::now();
     TimePoint last_wake_{};
     /// Whether every known sender can wake this agent.

@@ -84,12 +84,13 @@ Context::~Context() {
 
 std::shared_ptr<MemoryHandle> Context::find_allocated(std::uint64_t address,
                                                       std::uint64_t length) const {
+    std::shared_ptr<MemoryHandle> memory;  // outlives the lock, which its end takes
     const std::lock_guard lock(mutex_);
     const auto next = allocated_.upper_bound(address);
     if (next == allocated_.begin()) {
         return nullptr;
     }
-    auto memory = std::prev(next)->second.lock();
+    memory = std::prev(next)->second.lock();
     if (!memory || length > memory->length() ||
         address - memory->address() > memory->length() - length) {
         return nullptr;

@@ -142,7 +142,10 @@ class _Listener:
         self._keys = keys
         # A context of its own: an authenticator answers for all sockets of its context.
         self._context = zmq.Context()
-        self._authenticator = Authenticator(self._context, log=_log)
+        # Its DEBUG records hold the keys of clients.
+        gate_log = _log.getChild("gate")
+        gate_log.setLevel(logging.INFO)
+        self._authenticator = Authenticator(self._context, log=gate_log)
         try:
             self._waker, self._stop = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
             self._waker.bind("inproc://stop")

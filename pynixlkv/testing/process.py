@@ -166,7 +166,8 @@ class ChildProcess(Channel):
     def stop(self) -> None:
         """Stop the process (SIGSTOP), and wait until all of its threads stand still."""
         self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+        # Waits for an end, too: a process that ends meanwhile is never reported as stopped.
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         """Continue the process after `stop` (SIGCONT)."""

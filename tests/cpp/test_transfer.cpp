@@ -404,6 +404,22 @@ TEST_CASE("deadlines do not count the time in which the agent's thread did not r
     }
 }
 
+TEST_CASE("a peer of another agent is refused") {
+    Pair p;
+    const auto other = p.make("c", {});
+    const auto there = other->register_memory({Pair::span(p.pool_a)});
+    for (const bool knows_the_name : {false, true}) {
+        if (knows_the_name) {
+            (void)other->connect("b", "incarnation-1", p.b->metadata(), {Pair::span(p.pool_b)});
+        }
+        CHECK_EQ(end_of(other->submit(p.request(Op::kRead, {0}))), State::kFailed);
+        CHECK_EQ(kind_of([&] { other->notify(p.peer, "x"); }), "ConfigError");
+        CHECK_EQ(kind_of([&] { (void)other->is_alive(p.peer); }), "ConfigError");
+        CHECK_EQ(kind_of([&] { other->disconnect(p.peer); }), "ConfigError");
+    }
+    other->close(in(kHang));
+}
+
 TEST_CASE("a factory that throws makes the constructor throw") {
     CHECK_EQ(kind_of([] {
                  const Agent e(
