@@ -14,8 +14,8 @@ class ObservedClock:
 
     A reader looks at the clock often. Readings further apart than `longest_gap` show that
     the process was stopped, or starved by a busy host. What others sent meanwhile is still to be
-    received, so a gap counts as `longest_gap` and no more: nothing much expires before the reader
-    has had a chance to look, and a reader that is slow itself does not stop time.
+    received, so a gap counts as `longest_gap` and no more: deadlines longer than that do not pass
+    before the reader has looked. A reader that is slow itself does not stop time.
 
     Parameters
     ----------
