@@ -54,6 +54,10 @@ std::string describe(const Active& a) {
            t.peer()->name() + "' (transfer " + std::to_string(t.id()) + ")";
 }
 
+void postpone(Active& a, Clock::duration missed) {
+    a.deadline = a.deadline < TimePoint::max() - missed ? a.deadline + missed : a.deadline;
+}
+
 /// The transfer can no longer move any byte: its memory and its peer are free of it.
 void let_go(Active& a) {
     a.uses.clear();
@@ -74,8 +78,8 @@ bool Loop::run(DriverFactory factory, std::promise<void>& started) {
     started.set_value();
 
     for (;;) {
-        bool busy = take_work();
         excuse_pause();
+        bool busy = take_work();
         busy |= receive();
         for (Active& a : active_) {
             busy |= advance(a);
@@ -111,8 +115,11 @@ bool Loop::take_work() {
     }
     work_.commands.clear();
     for (Active& a : work_.transfers) {
-        a.transfer->update(
-            [&](TransferStats& stats) { stats.queued_ns = ns(Clock::now() - a.submitted); });
+        const auto queued = Clock::now() - a.submitted;
+        a.transfer->update([&](TransferStats& stats) { stats.queued_ns = ns(queued); });
+        if (queued > kLongestStep) {
+            postpone(a, queued);
+        }
         a.link = link_of(a.transfer->peer());
         ++a.link->unquiet;
         active_.push_back(std::move(a));
@@ -128,8 +135,7 @@ void Loop::excuse_pause() {
         return;
     }
     for (Active& a : active_) {
-        const auto missed = std::min(now_ - before, now_ - a.submitted);
-        a.deadline = a.deadline < TimePoint::max() - missed ? a.deadline + missed : a.deadline;
+        postpone(a, std::min(now_ - before, now_ - a.submitted));
     }
 }
 

@@ -394,8 +394,10 @@ TEST_CASE("a closed agent has let go of everything") {
 TEST_CASE("deadlines do not count the time in which the agent's thread did not run") {
     Pair p;
     std::unique_lock gate(p.gate->mutex);
-    const auto first = p.a->submit(p.request(Op::kRead, {0}));
-    // Nothing can become of this one before its deadline has passed.
+    const int arrivals = p.gate->arrivals;
+    const auto first = p.a->submit(p.request(Op::kRead, {0}, 1s));
+    while (p.gate->arrivals == arrivals) std::this_thread::yield();
+    // The thread is held in a step of the first; this one stays in the queue.
     const auto second = p.a->submit(p.request(Op::kRead, {1}, 1s));
     std::this_thread::sleep_for(1100ms);
     gate.unlock();
