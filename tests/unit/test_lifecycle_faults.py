@@ -849,7 +849,7 @@ def test_an_address_with_a_new_tenant_fails_what_waits_for_the_old_one():
 )
 @pytest.mark.parametrize("is_known", [True, False], ids=["known", "unknown"])
 def test_a_bad_hand_off_harms_itself_only(mode, change, is_known):
-    sides = dict.fromkeys(("producer", "consumer"), {"num_blocks": 64})
+    sides = {"producer": {"num_blocks": 64}, "consumer": {"num_blocks": 64}}
     with pair(mode, **sides, transfer_timeout=1000, lease_duration=1000) as (
         world,
         prefill,
