@@ -684,7 +684,15 @@ class KVCache:
         the host first, only the blocks that are digested, at most 64 MiB of a layer at a time.
         """
         return digest_cache(
-            self, blocks, start, num_tokens, unit, units, layers=layers, heads=heads, scopes=scopes
+            self,
+            blocks,
+            start,
+            num_tokens,
+            scopes,
+            unit=unit,
+            units=units,
+            layers=layers,
+            heads=heads,
         )
 
 
