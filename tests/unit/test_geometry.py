@@ -186,7 +186,7 @@ def of_type(values) -> KVCache:
 
 
 def every_type():
-    for name in NUMPY_TYPES + [">i2", ">f4", ">c16"]:
+    for name in [*NUMPY_TYPES, ">i2", ">f4", ">c16"]:
         yield name, of_type(np.zeros((3, 2, 4, 8), name))
     for name in ML_DTYPES:
         yield name, of_type(np.zeros((3, 2, 4, 8), getattr(ml_dtypes, name)))
@@ -253,9 +253,12 @@ def test_a_packing_is_part_of_the_type_and_opaque_heads_need_equal_shards() -> N
         ).geometry
 
     TransferPlan(made(2, (1, 2)), made(2, (1, 2)))
-    with pytest.raises(PlanError, match="kv.dtype is 'uint8:nvfp4' here and 'uint8' there"):
+    with pytest.raises(PlanError, match=r"kv\.dtype is 'uint8:nvfp4' here and 'uint8' there"):
         TransferPlan(made(2, (1, 2)), made(2, (1, 2), "uint8"))
-    with pytest.raises(PlanError, match=r"heads per rank \(uint8:nvfp4 pages are opaque.*2 .* 4"):
+    with pytest.raises(
+        PlanError,
+        match="heads per rank, indivisible in pages of uint8:nvfp4, is '2 of 4' here and '4 of 4'",
+    ):
         TransferPlan(made(2, (1, 2)), made(4, (0, 1)), heads=[2, 3])
 
 
