@@ -24,6 +24,9 @@ BlockLists = tuple[tuple[int, ...], ...]
 TransferMode = Literal["pull", "push"]
 """Who moves the bytes: ``"pull"``, the consumer reads; ``"push"``, the producer writes."""
 
+Checksums = Literal["off", "sampled", "all"]
+"""How much of a request's KV the consumer compares with the producer's digests."""
+
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 _Size = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
@@ -39,7 +42,9 @@ class EndState(enum.Enum):
     """All bytes arrived, and the producer held its blocks while they moved."""
     FAILED = "failed"
     EXPIRED = "expired"
-    """The producer's lease ended before the bytes had moved."""
+    """The producer's lease ended before the bytes had moved, or before it gave their digests."""
+    CORRUPT = "corrupt"
+    """The bytes that arrived are not those that the producer held: their digests differ."""
     ABORTED = "aborted"
     """Given up by the engine."""
 

@@ -2,7 +2,7 @@
 
 Each held request has a lease. It ends when all of its readers have released it, or expires if no
 heartbeat arrives for `lease_duration`. The lease word is bumped before the blocks are freed, and
-writes out of the blocks are quiet before that.
+writes and digests of the blocks have ended before that.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import logging
 import math
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from pynixlkv.connector import messages, tp_mapping
+from pynixlkv.connector import checksums, messages, tp_mapping
 from pynixlkv.connector.messages import LeaseStatus
 from pynixlkv.connector.remote_engines import split
 from pynixlkv.connector.staging import has_completed
@@ -40,6 +41,8 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.001
 _HELLO_ACK = messages.HeartbeatAck([])
 """Acknowledges a `ConsumerHello`."""
+_MAX_ERROR = 1000
+"""Longest text of an error that a consumer is told."""
 _MAX_REMEMBERED = 4096
 """Most entries of each kind that messages of peers can make a producer remember."""
 
@@ -105,6 +108,8 @@ class _Held:
     is_granted: bool = False
     released_by: dict[str, set[Rank]] = field(default_factory=lambda: defaultdict(set))
     """Ranks that are done, by consumer engine."""
+    digesting: int = 0
+    """Computations that read its blocks."""
     ending: str = ""
     """Why the lease ends; the blocks are freed once everything that uses them is quiet."""
 
@@ -139,6 +144,7 @@ class Sender:
         self._connecting: dict[str, Future[Consumer]] = {}
         self._pushes: dict[tuple[str, int], _Push] = {}  # by agent and push id
         self._pushes_of: dict[str, set[tuple[str, int]]] = defaultdict(set)
+        self._digesting: dict[tuple[str, int], tuple[_Held, Future[list[bytes]]]] = {}
         self._early_releases: _Recent[str, list[tuple[messages.ConsumerRank, Lease | None]]] = (
             _Recent()
         )
@@ -371,6 +377,48 @@ class Sender:
             self._answers.put(key, messages.PushDone(message.push_id, False, "it was never asked"))
         self._answer(agent, self._answers[key])
 
+    def on_digest_request(self, agent: str, message: messages.DigestRequest) -> None:
+        """Start to compute digests of a request, if it is held."""
+        key = agent, message.digest_id
+        if key in self._digesting:
+            self._ctx.stats.count("duplicate_notifications")
+            return
+        if agent not in self._consumers or len(self._digesting) >= _MAX_REMEMBERED:
+            self._ctx.stats.count("unanswered_notifications")  # it will ask again
+            return
+        held = self._held.get(message.request_id)
+        if (
+            held is None
+            or not held.is_granted
+            or held.ending
+            or message.lease not in (None, held.lease)
+        ):
+            self._answer(agent, messages.Digests(message.digest_id, expired=True))
+            return
+        held.digesting += 1
+        self._digesting[key] = (
+            held,
+            self._ctx.compute(partial(checksums.answer, self._ctx, held.meta, message.scopes)),
+        )
+
+    def _answer_digests(self) -> None:
+        """Answer requests for digests that have been computed, or whose lease has ended."""
+        for key, (held, future) in list(self._digesting.items()):
+            if held.ending:
+                future.cancel()
+            if not future.done():
+                continue
+            del self._digesting[key]
+            held.digesting -= 1
+            agent, digest_id = key
+            if future.cancelled():
+                done = messages.Digests(digest_id, expired=True)
+            elif (error := future.exception()) is not None:
+                done = messages.Digests(digest_id, error=str(error)[:_MAX_ERROR])
+            else:
+                done = messages.Digests(digest_id, future.result())
+            self._answer(agent, done)
+
     def _of(self, request_id: str) -> list[_Push]:
         return [self._pushes[key] for key in self._pushes_of.get(request_id, ())]
 
@@ -379,6 +427,7 @@ class Sender:
     def poll(self, now: float, sent: set[str]) -> float:
         """Advance everything; add freed requests to `sent`; return as `Receiver.poll` does."""
         self._settle_connecting(now)
+        self._answer_digests()
         due = self._push_layers()
         for push in list(self._pushes.values()):
             due = min(due, self._advance(push, now))
@@ -391,7 +440,7 @@ class Sender:
                 due = min(due, held.deadline - now)
             elif held.event is not None and not has_completed(held.event):
                 due = min(due, _POLL_S)
-            elif not self._of(held.id):
+            elif not self._of(held.id) and not held.digesting:
                 self._free(held)
                 sent.add(held.id)
         while self._consumers:
@@ -562,7 +611,8 @@ class Sender:
         if not push.error:
             for transfer in push.transfers:
                 self._ctx.stats.transfer_done(transfer.result)
-            self._release(message.consumer, message.request_id, message.lease)
+            if not message.is_verified:
+                self._release(message.consumer, message.request_id, message.lease)
 
     # ---- ends
 
@@ -587,7 +637,7 @@ class Sender:
                 extra={"request": held.id, "peer": ""},
             )  # fmt: skip
 
-    def _answer(self, agent: str, message: messages.HeartbeatAck | messages.PushDone) -> None:
+    def _answer(self, agent: str, message: messages.Message) -> None:
         consumer = self._consumers.get(agent)
         if consumer is None:
             self._ctx.stats.count("unanswered_notifications")

@@ -527,7 +527,7 @@ def test_an_end_is_final_and_noise_is_harmless(mode):
 
 
 def test_a_lost_release_costs_a_lease_and_no_more():
-    with pair(lease_duration=30) as (world, prefill, decode):
+    with pair(lease_duration=30, checksums="off") as (world, prefill, decode):
         params = prefill.prefill("p1", 7, 13)
         world.before_reads("D", lambda name: world.network.drop_notifications(name, 10**6))
         start(world, decode, params)
