@@ -145,9 +145,6 @@ class Verification:
             try:
                 ours.check(self._theirs[source], peer=source.peer.name)
             except KVCorruptError as error:
-                raise KVCorruptError(
-                    f"request {self._request_id!r} arrived corrupt from rank {source.rank}: {error}",
-                    peer=error.peer,
-                    mismatches=error.mismatches,
-                    num_mismatches=error.num_mismatches,
-                ) from None
+                who = f"request {self._request_id!r} from rank {source.rank}"
+                error.args = (f"{who} arrived corrupt: {error}",)
+                raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,15 +27,6 @@ if TYPE_CHECKING:
     from pynixlkv.geometry import Geometry, KVCache
 
 _ATTEMPTS = 3
-_T = TypeVar("_T")
-
-
-class Compute(Protocol):
-    """Runs a function on another thread."""
-
-    def __call__(self, function: Callable[[], _T], /) -> Future[_T]:
-        """Start it."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -56,8 +47,8 @@ class WorkerContext:
     config: ConnectorConfig
     stats: ConnectorStats
     peers: Peers
-    compute: Compute
-    """Runs a function that takes long, on a thread for that; wakes the agent at its end."""
+    compute: Callable[[Callable[[], Any]], Future[Any]]
+    """Runs a function that takes long on another thread; its end wakes the agent."""
 
     @property
     def cache(self) -> Geometry:

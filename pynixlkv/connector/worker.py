@@ -284,7 +284,7 @@ class ConnectorWorker:
         assert self._executor is not None
         return self._start(self._executor, function)
 
-    def _compute(self, function: Callable[[], _T], /) -> Future[_T]:
+    def _compute(self, function: Callable[[], _T]) -> Future[_T]:
         assert self._digesters is not None
         return self._start(self._digesters, function)
 
