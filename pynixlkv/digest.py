@@ -382,8 +382,8 @@ def _copy_to_host(
     from pynixlkv.geometry import Axis, Geometry
 
     torch = sys.modules["torch"]
-    owner: Any = cache.owner_of(region, group.element_bytes)
     size = group.element_bytes
+    owner: Any = cache.owner_of(region, size)
     # Not every device can gather every element type, but integers.
     words = owner.view(getattr(torch, _WORDS[size])) if size in _WORDS else owner
     names = ("block", "layer", "kv", "head", "token", "dim")

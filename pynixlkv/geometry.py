@@ -497,12 +497,13 @@ class KVCache:
         return self.geometry.spans
 
     def owner_of(self, region: Region, element_bytes: int) -> object:
-        """Return a tensor of this element size whose storage holds a region."""
-        for array in self._arrays:
-            low, high = _extent(array)
-            if low <= region.address < high and array.element_bytes == element_bytes:
-                return array.owner
-        raise LayoutError(f"region {region.name!r} at {region.address:#x} is in no tensor")
+        """Return the tensor that holds a region; groups may share memory, as other elements."""
+        fitting = [
+            array
+            for array in self._arrays
+            if array.address <= region.address and array.element_bytes == element_bytes
+        ]
+        return max(fitting, key=lambda array: array.address).owner
 
     def __repr__(self) -> str:
         groups = ", ".join(
