@@ -103,9 +103,14 @@ class _Queued:
     """A request that waits for its blocks."""
 
     remote: KVTransferParams
-    lease: Lease | None
+    reader: messages.Reader
     engine: RemoteEngine
     end: EndState | None = None
+
+    @property
+    def lease(self) -> Lease | None:
+        """The producer's lease, if it is known."""
+        return self.reader.lease
 
 
 @dataclass(eq=False, kw_only=True)
@@ -160,9 +165,10 @@ class Receiver:
         self._by_push_id: dict[int, _Request] = {}
         # A random start keeps ids of an earlier life of this worker from matching.
         self._next_push_id = secrets.randbits(61)
-        self._releasing: list[tuple[KVTransferParams, RemoteEngine]] = []
+        self._attaching: dict[RemoteEngine, list[messages.Reader]] = defaultdict(list)
+        self._releasing: list[tuple[messages.Reader, RemoteEngine]] = []
         self._checks: list[_Check] = []
-        self._outbox: dict[RemoteRank, list[tuple[str, Lease | None]]] = defaultdict(list)
+        self._outbox: dict[RemoteRank, list[messages.Reader]] = defaultdict(list)
 
     # ---- the engine's commands
 
@@ -171,10 +177,11 @@ class Receiver:
         if request_id in self._requests:
             raise PlanError(f"request {request_id!r} is being received, it does not wait")
         self._forget(request_id)
-        lease = remote.lease_token
+        reader = _reader(remote)
         engine = self._engine(remote, now)
         engine.requests.add(request_id)
-        self._queued[request_id] = _Queued(remote=remote, lease=lease, engine=engine)
+        self._queued[request_id] = _Queued(remote=remote, reader=reader, engine=engine)
+        self._attach(reader, engine)
 
     def receive(
         self, request_id: str, meta: ReqMeta, event: DeviceEvent | None, now: float
@@ -183,16 +190,19 @@ class Receiver:
         remote = meta.remote
         if remote is None or request_id in self._requests:
             raise PlanError(f"request {request_id!r} cannot be received (again)")
+        reader = _reader(remote)
+        is_attached = request_id in self._queued
         self._forget(request_id)
-        lease = remote.lease_token
         engine = self._engine(remote, now)
         engine.requests.add(request_id)
+        if not is_attached:
+            self._attach(reader, engine)
         self._next_push_id += 1
         request = _Request(
             id=request_id,
             meta=meta,
             remote=remote,
-            lease=lease,
+            reader=reader,
             engine=engine,
             event=event,
             deadline=now + self._ctx.config.transfer_timeout,
@@ -203,7 +213,7 @@ class Receiver:
     def release(self, request_id: str, remote: KVTransferParams, now: float) -> None:
         """Tell a producer, once, that a request is no longer wanted."""
         self._forget(request_id)
-        self._releasing.append((remote, self._engine(remote, now)))
+        self._releasing.append((_reader(remote), self._engine(remote, now)))
 
     def abort(self, request_id: str) -> None:
         """End a request that the engine has given up."""
@@ -214,6 +224,11 @@ class Receiver:
                 EndState.ABORTED,
                 TransferCancelled(f"request {request_id!r} was aborted by its engine"),
             )
+
+    def _attach(self, reader: messages.Reader, engine: RemoteEngine) -> None:
+        """Attach a reader before others of the lease can end it; heartbeats repeat it."""
+        if engine.state is RemoteEngineState.READY and reader.lease is not None:
+            self._attaching[engine].append(reader)
 
     def _engine(self, remote: KVTransferParams, now: float) -> RemoteEngine:
         lease_duration = remote.lease_duration or self._ctx.config.lease_duration
@@ -296,6 +311,7 @@ class Receiver:
         for engine in self._engines.settle(now):
             self._lose(engine)
         due = self._send_due_heartbeats(now)
+        self._send_attaches()
         self._checks = [check for check in self._checks if not self._take_words(check, now)]
         to_check: _ToCheck = defaultdict(list)
         for request in list(self._requests.values()):
@@ -459,13 +475,15 @@ class Receiver:
             message = messages.Push(
                 consumer=self._ctx.identity,
                 push_id=request.push_id,
-                request_id=str(request.remote.remote_request_id),
+                request_id=request.reader.request_id,
                 lease=request.lease,
                 blocks=meta.host_blocks or meta.blocks,
                 starts=meta.starts,
                 block_sizes=meta.block_sizes,
                 num_tokens=meta.num_tokens,
                 is_verified=request.verification is not None,
+                reader_number=request.reader.number,
+                num_readers=request.reader.num_readers,
             )
         data = messages.encode(message)
         for producer in list(request.pushing):
@@ -488,8 +506,7 @@ class Receiver:
                 check.ask_at[producer] = now + request.engine.heartbeat_period
                 message = messages.DigestRequest(
                     digest_id=request.push_id,
-                    request_id=str(request.remote.remote_request_id),
-                    lease=request.lease,
+                    reader=request.reader,
                     scopes=tuple(check.scopes[producer]),
                 )
                 try:
@@ -613,7 +630,7 @@ class Receiver:
         for request_id in engine.requests:
             request = self._requests.get(request_id) or self._queued.get(request_id)
             if request is not None and request.lease is not None and request.end is None:
-                wanted.append((str(request.remote.remote_request_id), request.lease))
+                wanted.append(request.reader)
         heartbeats = [messages.encode(messages.Heartbeat(e)) for e in _chunks(wanted) or [[]]]
         for producer in engine.ranks:
             try:
@@ -626,6 +643,19 @@ class Receiver:
                 self._engines.drop(engine, _lost(engine, error))
                 return False
         return True
+
+    def _send_attaches(self) -> None:
+        attaching, self._attaching = self._attaching, defaultdict(list)
+        for engine, all_readers in attaching.items():
+            if engine.state is not RemoteEngineState.READY:
+                continue
+            try:
+                for readers in _chunks(all_readers):
+                    data = messages.encode(messages.Heartbeat(readers, wants_ack=False))
+                    for producer in engine.ranks:
+                        self._ctx.agent.notify(producer.peer, data)
+            except PynixlkvError as error:
+                self._engines.drop(engine, _lost(engine, error))
 
     def _lose(self, engine: RemoteEngine) -> None:
         for request_id in [r for r, queued in self._queued.items() if queued.engine is engine]:
@@ -683,7 +713,7 @@ class Receiver:
             and self._ctx.config.transfer_mode == "push"
             and request.verification is None
         )
-        self._tell(request.remote, engine, only_bystanders=has_written)
+        self._tell(request.reader, engine, only_bystanders=has_written)
         self._ctx.stats.ended(end.value, request.error)
         if end is EndState.RECEIVED:
             return RequestEnd(end, None, ())
@@ -695,27 +725,26 @@ class Receiver:
         return RequestEnd(end, request.error, request.meta.blocks)
 
     def _tell(
-        self, remote: KVTransferParams, engine: RemoteEngine, *, only_bystanders: bool = False
+        self, reader: messages.Reader, engine: RemoteEngine, *, only_bystanders: bool = False
     ) -> None:
         """Release a request at the producer's ranks, or at those that bytes do not come from.
 
         Ranks that have written the request know already.
         """
         if engine.state is RemoteEngineState.CONNECTING:
-            self._releasing.append((remote, engine))
+            self._releasing.append((reader, engine))
             return
         if engine.state is RemoteEngineState.DEAD:
             self._ctx.stats.count("releases_lost")  # its leases expire by themselves
             return
-        entry = str(remote.remote_request_id), remote.lease_token
         for producer in engine.ranks:
-            if not (only_bystanders and producer.plans) and entry not in self._outbox[producer]:
-                self._outbox[producer].append(entry)
+            if not (only_bystanders and producer.plans):
+                self._outbox[producer].append(reader)
 
     def _flush_releases(self) -> None:
         releasing, self._releasing = self._releasing, []
-        for remote, engine in releasing:
-            self._tell(remote, engine)
+        for reader, engine in releasing:
+            self._tell(reader, engine)
         outbox, self._outbox = self._outbox, defaultdict(list)
         for producer, all_entries in outbox.items():
             for entries in _chunks(all_entries):
@@ -737,6 +766,11 @@ class Receiver:
             "receiving": len(self._requests),
             "lease_checks": len(self._words) - len(self._free_words),
         }
+
+
+def _reader(remote: KVTransferParams) -> messages.Reader:
+    request_id, lease = str(remote.remote_request_id), remote.lease_token
+    return messages.Reader(request_id, lease, remote.reader or 0, remote.num_readers)
 
 
 def _chunks(entries: list[_T]) -> list[list[_T]]:

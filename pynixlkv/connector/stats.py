@@ -38,6 +38,7 @@ EventName: TypeAlias = Literal[
     "late_notifications",  # messages about requests that are over
     "pauses",  # times that this process was stopped or starved
     "peers_lost",  # producers that died while requests needed them
+    "refused_readers",  # more than a lease can have; they are served while it lasts
     "releases_lost",  # releases that could not be sent; the lease expires
     "unanswered_notifications",  # messages that could not be answered
 ]

@@ -238,9 +238,11 @@ class ConnectorWorker:
             *(partial(receiver.release, *item, now) for item in metadata.reqs_to_release.items()),
             *(partial(receiver.abort, request_id) for request_id in metadata.reqs_to_abort),
             *(partial(sender.restart, request_id) for request_id in metadata.reqs_preempted),
-            partial(sender.save, metadata.reqs_to_save),
             *(partial(sender.not_held, *item) for item in metadata.reqs_not_held.items()),
+            *(partial(sender.begin, request_id) for request_id in metadata.reqs_to_come),
+            partial(sender.save, metadata.reqs_to_save),
             *(partial(sender.hold, *item, event, now) for item in metadata.reqs_to_send.items()),
+            *(partial(sender.end, *item) for item in metadata.reqs_to_end.items()),
         ]
         for command in todo:
             self._guard(command)
@@ -351,13 +353,13 @@ class ConnectorWorker:
         elif isinstance(message, messages.Heartbeat):
             self._sender.on_heartbeat(agent, message, now)
         elif isinstance(message, messages.Release):
-            self._sender.on_release(message)
+            self._sender.on_release(message, now)
         elif isinstance(message, messages.Push):
             self._sender.on_push(agent, message, now)
         elif isinstance(message, messages.CancelPush):
             self._sender.on_cancel_push(agent, message)
         elif isinstance(message, messages.DigestRequest):
-            self._sender.on_digest_request(agent, message)
+            self._sender.on_digest_request(agent, message, now)
         elif isinstance(message, messages.HeartbeatAck):
             self._receiver.on_heartbeat_ack(agent, message)
         elif isinstance(message, messages.Digests):

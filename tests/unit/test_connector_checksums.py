@@ -11,7 +11,7 @@ from toy_engine import Model
 from toy_world import World
 
 from pynixlkv.connector import checksums, messages
-from pynixlkv.connector.metadata import EndState
+from pynixlkv.connector.metadata import EndState, Lease
 from pynixlkv.connector.stats import StatsSnapshot
 from pynixlkv.errors import KVCorruptError, LeaseExpired, PlanError, TransferTimeout
 from pynixlkv.testing import FakeAgent
@@ -262,7 +262,7 @@ def test_blocks_reused_before_their_digests_are_wanted_are_expired_not_corrupt(m
         producer, consumer = make(world, PAIRS[0])
         worker = producer.ranks[0].worker
         wanted = []
-        worker._sender.on_digest_request = lambda agent, message: wanted.append((agent, message))
+        worker._sender.on_digest_request = lambda *args: wanted.append(args)
         fetch(world, producer, consumer)
         world.until(lambda: wanted and not world._is_active(0.005))
         world.clock.now += world.config.lease_duration
@@ -270,7 +270,7 @@ def test_blocks_reused_before_their_digests_are_wanted_are_expired_not_corrupt(m
             world.step("P")
         producer.ranks[0].poison(range(16))
         del worker._sender.on_digest_request
-        worker._sender.on_digest_request(*wanted[0])
+        worker._sender.on_digest_request(*wanted[0][:2], world.clock.now)
         world.until(ended(world, 1))
         assert world.end_of("D", "d1") == [EndState.EXPIRED]
         (error,) = errors(world)
@@ -357,7 +357,7 @@ def test_forged_messages_about_digests_do_no_harm():
         world.quiet()
         message = inbox.of(messages.DigestRequest)[0]
         scope = message.scopes[0]
-        held = {"digest_id": 5, "request_id": "p2", "lease": None}
+        held = {"digest_id": 5, "reader": messages.Reader("p2", Lease.parse(params["lease"]), 9)}
         huge = msgspec.structs.replace(
             scope, tokens=(0, 2**40), unit=1, units=tuple(range(messages.MAX_DIGESTS // 8))
         )
