@@ -10,6 +10,7 @@ from toy_world import World
 
 from pynixlkv import KVCache
 from pynixlkv.connector.metadata import Lease
+from pynixlkv.connector.scheduler import GroupSpec, cut_table
 from pynixlkv.errors import (
     ConfigError,
     HandshakeError,
@@ -128,3 +129,12 @@ def test_tokens_that_the_producer_does_not_hold_are_refused(world):
     error = fail(world, {**params, "remote_starts": [4]})
     assert isinstance(error, (PlanError, TransferError))
     assert "table 0 from 4 on, wanted from 0" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("table", "slots"),
+    [((0, 0, 9), (9,)), ((9, 0), (9,)), ((0,), ()), ((4, 0, 9), (4, 9)), ((7,), (7,))],
+)
+def test_placeholders_in_tables_of_state_are_skipped(table, slots):
+    assert cut_table(GroupSpec(0, null_block=0), table, 0, 100) == (slots, 0)
+    assert cut_table(GroupSpec(0), table, 0, 100) == (table, 0)
