@@ -249,11 +249,10 @@ class ToyEngine:
         blocks = self.allocate(num_tokens)
         for rank in self.ranks:
             rank.write(prompt, blocks, range(num_tokens))
+        self.requests[request_id] = ToyRequest(info, prompt, blocks, num_tokens)
         keeps, answer = self.scheduler.request_finished(info, (tuple(blocks),), num_tokens)
-        if keeps:
-            self.requests[request_id] = ToyRequest(info, prompt, blocks, num_tokens)
-        else:
-            self.free += blocks
+        if not keeps:
+            self._drop(request_id)
         return answer
 
     def begin(self, request_id: str, prompt: int, num_tokens: int) -> None:

@@ -248,8 +248,8 @@ class Inbox:
     def releases(self) -> list[tuple[int, str]]:
         """Return (rank index, request id) of all releases."""
         return [
-            (index, request_id)
+            (index, request.request_id)
             for index, _, message in self.messages
             if isinstance(message, messages.Release)
-            for request_id, _ in message.requests
+            for request in message.requests
         ]
