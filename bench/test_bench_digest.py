@@ -1,4 +1,4 @@
-"""Digests of a Llama-3.1-8B cache beside a copy of the same bytes; equal contents in each layout."""
+"""Digests of a Llama-3.1-8B cache beside a copy of the same bytes, in three layouts."""
 
 import itertools
 
