@@ -141,16 +141,8 @@ struct Part {
 std::vector<Part> parts_of(const Group& group, const DigestScope& scope) {
     constexpr std::array<std::int64_t, 2> kv{0, 1};
     const std::size_t heads = scope.heads.size() * scope.units.size();
-    std::uint64_t dim = 0;
-    for (const Region& region : group.regions) {
-        dim = std::max(dim, region.axes[kDim].start + region.axes[kDim].count);
-    }
     std::vector<Part> parts;
     for (const Region& region : group.regions) {
-        if (region.axes[kDim].count != dim) {
-            layout_error("a region holds ", region.axes[kDim].count, " of ", dim,
-                         " elements of a head; a digest needs all of them");
-        }
         parts.push_back(
             {&region,
              {coordinates_of(kLayer, region.axes[kLayer], scope.layers, scope.num_kv * heads),
