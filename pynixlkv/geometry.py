@@ -12,16 +12,20 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
 
 from pynixlkv import _native, wire
 from pynixlkv._arrays import integers
+from pynixlkv.digest import Digest, DigestScope, digest_cache
 from pynixlkv.errors import ConfigError, LayoutError
 from pynixlkv.topology import held_heads
 from pynixlkv.types import MemorySpan, MemoryType
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 __all__ = ["Axis", "Geometry", "Group", "KVCache", "Region", "memory_spans"]
 
@@ -541,6 +545,15 @@ class KVCache:
         """Memory to register with an agent; the cache holds the tensors."""
         return self.geometry.spans
 
+    def owner_of(self, region: Region, element_bytes: int) -> object:
+        """Return the tensor that holds a region; groups may share memory, as other elements."""
+        fitting = [
+            array
+            for array in self._arrays
+            if array.address <= region.address and array.element_bytes == element_bytes
+        ]
+        return max(fitting, key=lambda array: array.address).owner
+
     def __repr__(self) -> str:
         groups = ", ".join(
             f"{g.name}: {len(g.layers)} layers, {g.num_blocks} blocks of {g.block_size} tokens, "
@@ -677,6 +690,65 @@ class KVCache:
         return cls(
             [array for cache in caches for array in cache._arrays],
             [group for cache in caches for group in cache.geometry.groups],
+        )
+
+    def digest(
+        self,
+        blocks: ArrayLike | Mapping[str, ArrayLike],
+        *,
+        start: int | Mapping[str, int] = 0,
+        num_tokens: int | Mapping[str, int] | None = None,
+        unit: int | Mapping[str, int] | None = None,
+        units: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
+        layers: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+        scopes: Iterable[DigestScope] | None = None,
+    ) -> Digest:
+        """Compute digests of the bytes in some blocks, by layer, K or V, head and unit of tokens.
+
+        Equal contents have equal digests in any layout, block size, order of blocks and place in
+        the pool, and on any rank that holds them. Swapped tokens, heads, layers, or K and V differ.
+
+        Parameters
+        ----------
+        blocks : array_like of int, or mapping of str to array_like
+            Block table of one sequence, as for `TransferPlan.descriptors`; by group if the cache
+            has several. Groups without a table are left out. The caller holds the blocks meanwhile.
+        start : int or mapping of str to int
+            Token position of the first block.
+        num_tokens : int or mapping of str to int, optional
+            Valid tokens of the sequence, from position 0; later tokens do not count. By default
+            all that the blocks hold.
+        unit : int or mapping of str to int, optional
+            Tokens per digest, by default those of a block. Both sides must use the same.
+        units : sequence of int, optional
+            Numbers of the units to digest, by default all: unit i is the tokens from ``i * unit``
+            to ``(i + 1) * unit - 1``. See `pynixlkv.digest.sample_units`.
+        layers, heads : sequence of int, optional
+            Global layers and KV heads, by default all that are held.
+        scopes : iterable of DigestScope, optional
+            All of the above but `blocks` and `start`, as `TransferPlan.digest_scopes` makes them.
+
+        Raises
+        ------
+        PlanError
+            If a block number is out of range, or what is wanted is not held in the blocks.
+
+        Notes
+        -----
+        Safe from any thread; releases the GIL. Each byte is read once. Device memory is copied to
+        the host first, only the blocks that are digested, at most 64 MiB of a layer at a time.
+        """
+        return digest_cache(
+            self,
+            blocks,
+            start,
+            num_tokens,
+            scopes,
+            unit=unit,
+            units=units,
+            layers=layers,
+            heads=heads,
         )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -59,6 +61,9 @@ _log = logging.getLogger(__name__)
 
 _TESTED = ((0, 32),)
 """Releases of vLLM that this connector is tested with."""
+
+_SAMPLE = re.compile(r"\d+_(.+)", re.DOTALL)
+"""The id that vLLM gives each of several samples of one request: its number, and that one's id."""
 
 
 @dataclass
@@ -167,6 +172,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if info is None:
             try:
                 params = KVTransferParams.from_dict(request.kv_transfer_params)
+                params = _for_samples(params, request.request_id)
                 info = RequestInfo(request.request_id, request.num_prompt_tokens, params)
                 self._side.get_num_new_matched_tokens(info, 0)
             except ConfigError as error:
@@ -448,6 +454,18 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Ask for heads outside tokens, so that a slice of the heads is contiguous in a block."""
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
+
+
+def _for_samples(params: KVTransferParams, request_id: str) -> KVTransferParams:
+    """Say of a sample that it has siblings, which vLLM tells by the request's id alone."""
+    sample = _SAMPLE.fullmatch(request_id)
+    if sample is None:
+        return params
+    return msgspec.structs.replace(
+        params,
+        sibling_group=params.sibling_group or sample[1],
+        num_readers=params.num_readers if params.num_readers > 1 else 0,
+    )
 
 
 def _check_version(version: str) -> None:
