@@ -30,10 +30,10 @@ _Size = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
 _Port = Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
 
 MAX_READERS = 1024
-"""Most readers of one lease that a producer keeps account of."""
+"""Most readers of one lease that a producer keeps account of; with more it lasts its time."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-NumReaders = Annotated[int, msgspec.Meta(ge=0, le=MAX_READERS)]
+NumReaders = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
 
 _LEASE = re.compile(r"(\d{1,9})-([0-9a-f]{1,16})")
 
