@@ -15,11 +15,17 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from pynixlkv.connector.metadata import BlockLists, Lease, Number, NumReaders, ParallelSizes
+from pynixlkv.digest import DigestScope
 from pynixlkv.errors import WireError
 from pynixlkv.types import Rank
 
 MAX_ENTRIES = 1024
 """Most requests in one message; with the longest ids it still fits a notification."""
+
+MAX_DIGESTS = 1 << 16
+"""Most digests in one answer; they fit a notification."""
+MAX_SCOPES = 256
+"""Most scopes of one answer: groups, for each set of heads that they move."""
 
 
 class LeaseStatus(enum.IntEnum):
@@ -96,6 +102,8 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
     starts: tuple[int, ...]
     block_sizes: tuple[int, ...]
     num_tokens: int
+    is_verified: bool = False
+    """The consumer asks for digests afterwards: its release ends the lease, not the `PushDone`."""
     reader_number: Number = 0
     num_readers: NumReaders = 1
 
@@ -119,8 +127,37 @@ class PushDone(msgspec.Struct, frozen=True, tag="push_done"):
     error: str
 
 
+class DigestRequest(msgspec.Struct, frozen=True, tag="digest_request"):
+    """Asks a producer's rank for digests of what it gives this consumer's rank of a request.
+
+    Sent when the bytes are on their way or have arrived, and repeated until it is answered.
+    """
+
+    digest_id: Number
+    reader: Reader
+    scopes: Annotated[tuple[DigestScope, ...], msgspec.Meta(min_length=1, max_length=MAX_SCOPES)]
+    """They have at most `MAX_DIGESTS` digests in all."""
+
+
+class Digests(msgspec.Struct, frozen=True, tag="digests"):
+    """Answer to a `DigestRequest`: for each scope, 64 bits for each digest; or why not."""
+
+    digest_id: Number
+    values: Annotated[list[bytes], msgspec.Meta(max_length=MAX_SCOPES)] = []
+    expired: bool = False
+    error: str = ""
+
+
 Message: TypeAlias = (
-    ConsumerHello | Heartbeat | HeartbeatAck | Release | Push | CancelPush | PushDone
+    ConsumerHello
+    | Heartbeat
+    | HeartbeatAck
+    | Release
+    | Push
+    | CancelPush
+    | PushDone
+    | DigestRequest
+    | Digests
 )
 
 _encoder = msgspec.msgpack.Encoder()

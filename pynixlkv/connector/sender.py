@@ -3,7 +3,7 @@
 Each held request has a lease, which any number of readers can share. A reader attaches with its
 first message. The lease ends when as many readers as are expected have come and each has released
 it, or expires if none of those left is heard for `lease_duration`. The lease word is bumped before
-the blocks are freed, and writes out of the blocks are quiet before that.
+the blocks are freed, and writes and digests of the blocks have ended before that.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import logging
 import math
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from pynixlkv.connector import messages, tp_mapping
+from pynixlkv.connector import checksums, messages, tp_mapping
 from pynixlkv.connector.messages import LeaseStatus
 from pynixlkv.connector.metadata import MAX_READERS
 from pynixlkv.connector.remote_engines import split
@@ -42,6 +43,8 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.001
 _HELLO_ACK = messages.HeartbeatAck([])
 """Acknowledges a `ConsumerHello`."""
+_MAX_ERROR = 1000
+"""Longest text of an error that a consumer is told."""
 _MAX_REMEMBERED = 4096
 """Most entries of each kind that messages of peers can make a producer remember."""
 _MAX_READERS_IN_ALL = 65536
@@ -123,6 +126,8 @@ class _Held:
     readers: dict[int, _Reader] = field(default_factory=dict)
     num_done: int = 0
     """Readers that have released the lease."""
+    digesting: int = 0
+    """Computations that read its blocks."""
     ending: str = ""
     """Why the lease ends; the blocks are freed once everything that uses them is quiet."""
 
@@ -166,6 +171,7 @@ class Sender:
         self._connecting: dict[str, Future[Consumer]] = {}
         self._pushes: dict[tuple[str, int], _Push] = {}  # by agent and push id
         self._pushes_of: dict[str, set[tuple[str, int]]] = defaultdict(set)
+        self._digesting: dict[tuple[str, int], tuple[_Held, Future[list[bytes]]]] = {}
         self._early_releases: _Recent[str, list[tuple[messages.ConsumerRank, messages.Reader]]] = (
             _Recent()
         )
@@ -478,6 +484,50 @@ class Sender:
             self._answers.put(key, messages.PushDone(message.push_id, False, "it was never asked"))
         self._answer(agent, self._answers[key])
 
+    def on_digest_request(self, agent: str, message: messages.DigestRequest, now: float) -> None:
+        """Start to compute digests of a request, if it is held for this reader."""
+        key, reader = (agent, message.digest_id), message.reader
+        if key in self._digesting:
+            self._ctx.stats.count("duplicate_notifications")
+            return
+        if agent not in self._consumers or len(self._digesting) >= _MAX_REMEMBERED:
+            self._ctx.stats.count("unanswered_notifications")  # it will ask again
+            return
+        held = self._find(reader.request_id, reader.lease)
+        if (
+            held is None
+            or not held.is_granted
+            or held.ending
+            # Without a lease, the id may have a new life, which this reader has not come for.
+            or (reader.lease is None and reader.number not in held.readers)
+            or self._attach(held, reader, now) is None
+        ):
+            self._answer(agent, messages.Digests(message.digest_id, expired=True))
+            return
+        held.digesting += 1
+        self._digesting[key] = (
+            held,
+            self._ctx.compute(partial(checksums.answer, self._ctx, held.meta, message.scopes)),
+        )
+
+    def _answer_digests(self) -> None:
+        """Answer requests for digests that have been computed, or whose lease has ended."""
+        for key, (held, future) in list(self._digesting.items()):
+            if held.ending:
+                future.cancel()
+            if not future.done():
+                continue
+            del self._digesting[key]
+            held.digesting -= 1
+            agent, digest_id = key
+            if future.cancelled():
+                done = messages.Digests(digest_id, expired=True)
+            elif (error := future.exception()) is not None:
+                done = messages.Digests(digest_id, error=str(error)[:_MAX_ERROR])
+            else:
+                done = messages.Digests(digest_id, future.result())
+            self._answer(agent, done)
+
     def _of(self, request_id: str, lease: Lease | None = None) -> list[_Push]:
         """Return the pushes of a request; those that name a lease only if it is this one."""
         pushes = (self._pushes[key] for key in self._pushes_of.get(request_id, ()))
@@ -488,6 +538,7 @@ class Sender:
     def poll(self, now: float, sent: set[str]) -> float:
         """Advance everything; add freed requests to `sent`; return as `Receiver.poll` does."""
         self._settle_connecting(now)
+        self._answer_digests()
         due = self._push_layers()
         for push in list(self._pushes.values()):
             due = min(due, self._advance(push, now))
@@ -500,7 +551,7 @@ class Sender:
                 due = min(due, held.deadline - now)
             elif held.event is not None and not has_completed(held.event):
                 due = min(due, _POLL_S)
-            elif not self._of(held.id, held.lease):
+            elif not self._of(held.id, held.lease) and not held.digesting:
                 self._free(held)
                 sent.add(held.id)
         while self._consumers:
@@ -673,7 +724,8 @@ class Sender:
         if not push.error:
             for transfer in push.transfers:
                 self._ctx.stats.transfer_done(transfer.result)
-            self._release(message.consumer, message.reader, now)
+            if not message.is_verified:
+                self._release(message.consumer, message.reader, now)
 
     # ---- ends
 
@@ -697,7 +749,7 @@ class Sender:
                 extra={"request": held.id, "peer": ""},
             )  # fmt: skip
 
-    def _answer(self, agent: str, message: messages.HeartbeatAck | messages.PushDone) -> None:
+    def _answer(self, agent: str, message: messages.Message) -> None:
         consumer = self._consumers.get(agent)
         if consumer is None:
             self._ctx.stats.count("unanswered_notifications")
