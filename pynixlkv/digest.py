@@ -7,6 +7,7 @@ accidents; they do not stop an attacker, who could choose bytes with equal diges
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,8 +16,8 @@ import msgspec
 import numpy as np
 
 from pynixlkv import wire
-from pynixlkv._arrays import MAX_POSITION, block_ids, first_outside, integers, is_integer, position
-from pynixlkv.errors import KVCorruptError, PlanError
+from pynixlkv._arrays import MAX_POSITION, block_ids, first_outside, integers, position
+from pynixlkv.errors import KVCorruptError, NativeError, PlanError
 from pynixlkv.types import DigestMismatch, MemorySpan, MemoryType
 
 if TYPE_CHECKING:
@@ -65,25 +66,21 @@ class DigestScope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         first, stop = self.tokens
-        if first >= stop:
-            raise PlanError(f"group {self.group!r}: no tokens to digest from {first} to {stop}")
-        limits = {
-            "layers": (0, 2**31 - 1),
-            "heads": (0, 2**31 - 1),
-            "units": (first // self.unit, (stop - 1) // self.unit),
-        }
-        for what, (low, high) in limits.items():
-            numbers = np.asarray(getattr(self, what), np.int64)
-            if not numbers.size or numbers[0] < low or numbers[-1] > high:
-                raise PlanError(
-                    f"{what} of a digest of group {self.group!r} are {_ranges(numbers)}; "
-                    f"expected some from {low} to {high}"
-                )
-            if (np.diff(numbers) <= 0).any():
-                raise PlanError(f"{what} of a digest of group {self.group!r} do not ascend")
-        if any(rank >= size for rank, size, _ in self.turns):
-            raise PlanError(f"turns of a digest are {self.turns}; expected rank < size")
-        if np.prod(self.shape, dtype=object) > _MAX_DIGESTS:
+        every = range(first // self.unit, -(-stop // self.unit))
+        numbers = (self.layers, self.heads, self.units)
+        if (
+            not all(numbers)
+            or not all((np.diff(each) > 0).all() for each in numbers)
+            or not (self.units[0] in every and self.units[-1] in every)
+            or any(rank >= size for rank, size, _ in self.turns)
+        ):
+            raise PlanError(
+                f"group {self.group!r}: a digest of tokens {first} to {stop - 1} in units "
+                f"{_ranges(self.units)} of {self.unit}, layers {_ranges(self.layers)}, heads "
+                f"{_ranges(self.heads)}, turns {self.turns} is impossible; expected ascending "
+                f"numbers, and units from {every.start} to {every.stop - 1}"
+            )
+        if math.prod(self.shape) > _MAX_DIGESTS:
             raise PlanError(
                 f"group {self.group!r} would have {self.shape} digests, more than {_MAX_DIGESTS}; "
                 "use larger or fewer units"
@@ -103,7 +100,7 @@ class GroupDigest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return np.frombuffer(self.data, "<u8").reshape(self.scope.shape)
 
     def __post_init__(self) -> None:
-        expected = 8 * int(np.prod(self.scope.shape))
+        expected = 8 * math.prod(self.scope.shape)
         if len(self.data) != expected:
             raise PlanError(
                 f"the digests of group {self.scope.group!r} are {len(self.data)} bytes; "
@@ -142,24 +139,22 @@ class Digest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         if self.scopes != other.scopes:
             raise PlanError(
-                f"digests of unlike scopes cannot be compared: {self.scopes} here, "
-                f"{other.scopes} there"
+                f"digests of unlike scopes cannot be compared: {repr(self.scopes)[:500]} here, "
+                f"{repr(other.scopes)[:500]} there"
             )
         texts: list[str] = []
         mismatches: list[DigestMismatch] = []
         total = 0
         for here, there in zip(self.groups, other.groups, strict=True):
             differs = here.values != there.values
-            count = np.count_nonzero(differs)
-            if count:
-                total += count
+            if differs.any():
+                total += np.count_nonzero(differs)
                 texts.append(_summary(here.scope, differs))
                 mismatches.extend(_mismatches(here, there, differs))
         if total:
-            first = mismatches[0]
             raise KVCorruptError(
                 f"the KV differs from that of {f'peer {peer!r}' if peer else 'the other side'}: "
-                f"{'; '.join(texts)}; first {first}; see docs/guides/wrong-bytes.md",
+                f"{'; '.join(texts)}; first {mismatches[0]}; see docs/guides/wrong-bytes.md",
                 peer=peer,
                 mismatches=tuple(mismatches[:_SHOWN]),
                 num_mismatches=total,
@@ -193,40 +188,27 @@ def digest_cache(
     blocks: ArrayLike | Mapping[str, ArrayLike],
     start: int | Mapping[str, int],
     num_tokens: int | Mapping[str, int] | None,
-    unit: int | Mapping[str, int] | None,
-    units: Sequence[int] | Mapping[str, Sequence[int]] | None,
-    *,
-    layers: Sequence[int] | None,
-    heads: Sequence[int] | None,
     scopes: Iterable[DigestScope] | None,
+    **wanted: Any,  # noqa: ANN401
 ) -> Digest:
-    """Compute digests from the memory of a cache; see `KVCache.digest`."""
+    """Compute digests from the memory of a cache; see `KVCache.digest`, which has the options."""
     names = cache.geometry.names
-    if not isinstance(blocks, Mapping):
-        if len(names) > 1:
-            raise PlanError(
-                f"blocks is one table, but the cache has groups {names}; pass a mapping of group "
-                "name to table"
-            )
-        blocks = {names[0]: blocks}
-    unknown = sorted(set(blocks) - set(names))
-    if unknown or not blocks:
-        raise PlanError(f"blocks names groups {unknown}; the cache has {names}")
-    tables = {name: block_ids(f"group {name!r}: blocks", table) for name, table in blocks.items()}
+    given = blocks if isinstance(blocks, Mapping) else dict.fromkeys(names, blocks)
+    if set(given) - set(names) or not given or (given is not blocks and len(names) > 1):
+        raise PlanError(
+            f"blocks must be a mapping of group name to table, or one table if there is one group; "
+            f"the groups are {names}"
+        )
+    tables = {name: block_ids(f"group {name!r}: blocks", table) for name, table in given.items()}
     starts = {name: position("start", _of(start, name) or 0) for name in tables}
     if scopes is None:
         scopes = [
             make_scope(
                 group,
-                _tokens_of(
-                    group, len(tables[group.name]), starts[group.name], _of(num_tokens, group.name)
-                ),
-                layers=layers,
-                heads=heads,
-                unit=_of(unit, group.name),
-                units=_of(units, group.name),
+                _tokens_in(group, tables[name], starts[name], _of(num_tokens, name)),
+                **{option: _of(value, name) for option, value in wanted.items()},
             )
-            for group in cache.geometry.select(tables)
+            for name, group in zip(tables, cache.geometry.select(tables), strict=True)
         ]
     digests = []
     for scope in scopes:
@@ -236,18 +218,50 @@ def digest_cache(
     return Digest(tuple(digests))
 
 
+def make_scope(
+    group: Group,
+    tokens: range,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    unit: int | None = None,
+    units: Sequence[int] | None = None,
+    turns: tuple[tuple[int, int, int], ...] = (),
+) -> DigestScope:
+    """Make the scope of a group's digests; what is None is all that the group holds."""
+    size = group.block_tokens if unit is None else position("unit", unit)
+    if not size:
+        raise PlanError("unit is 0; expected tokens per digest")
+    every = range(tokens.start // size, -(-tokens.stop // size))
+    numbers = {
+        what: tuple(np.sort(integers(what, chosen, PlanError)).tolist())
+        for what, chosen in (
+            ("layers", group.layers if layers is None else layers),
+            ("heads", group.heads if heads is None else heads),
+            ("units", every if units is None else units),
+        )
+    }
+    return DigestScope(
+        group=group.name,
+        has_values=group.has_values,
+        tokens=(tokens.start, tokens.stop),
+        unit=size,
+        turns=turns,
+        **numbers,
+    )
+
+
 def _of(value: Any, name: str) -> Any:  # noqa: ANN401
     """Return what is given for a group."""
     return value.get(name) if isinstance(value, Mapping) else value
 
 
-def _tokens_of(group: Group, num_blocks: int, start: int, num_tokens: int | None) -> range:
-    unit = group.block_tokens
-    end = start + num_blocks * unit
+def _tokens_in(group: Group, table: NDArray[np.int64], start: int, num_tokens: int | None) -> range:
+    end = start + len(table) * group.block_tokens
     if num_tokens is not None and group.block_size:
         end = position("num_tokens", num_tokens)
         if "N" in group.opaque_axes:
-            end = -(-end // unit) * unit
+            end = -(-end // group.block_tokens) * group.block_tokens
     return range(start, end)
 
 
@@ -257,14 +271,25 @@ def _digest_group(
     geometry = cache.geometry
     at = geometry.names.index(scope.group)
     group = geometry.groups[at]
-    _check_held(group, scope)
+    facts: dict[str, tuple[Iterable[int], Iterable[int]]] = {
+        "layers": (scope.layers, group.layers),
+        "heads": (scope.heads, group.heads),
+        "has_values": ([scope.has_values], [group.has_values]),
+        "head_dim": ([region.dim.count for region in group.regions], [group.head_dim]),
+    }
+    for fact, (asked, held) in facts.items():
+        if not set(asked) <= set(held):
+            raise PlanError(
+                f"group {group.name!r}: a digest of {fact} {list(asked)} cannot be made here, "
+                f"where they are {list(held)}"
+            )
     wrong = first_outside(table, 0, group.num_blocks - 1)
     if wrong is not None:
         raise PlanError(
             f"group {group.name!r}: block {table[wrong]} at index {wrong[0]} must be from 0 to "
             f"{group.num_blocks - 1}"
         )
-    end = start + len(table) * group.block_tokens
+    end = _tokens_in(group, table, start, None).stop
     if not start <= scope.tokens[0] < scope.tokens[1] <= end:
         raise PlanError(
             f"group {group.name!r}: tokens {scope.tokens[0]} to {scope.tokens[1] - 1} are not all "
@@ -272,7 +297,7 @@ def _digest_group(
         )
     kinds = {geometry.spans[region.span].memory for region in group.regions}
     if kinds == {MemoryType.DRAM}:
-        values = _native_digests(geometry, at, scope, table, start)
+        values = geometry._native.digests(at, table, start, scope, scope.tokens)
     elif kinds == {MemoryType.VRAM}:
         values = _staged_digests(cache, group, scope, table, start)
     else:
@@ -283,90 +308,43 @@ def _digest_group(
     return GroupDigest(scope, values.astype("<u8", copy=False).tobytes())
 
 
-def _check_held(group: Group, scope: DigestScope) -> None:
-    held = {"layers": group.layers, "heads": tuple(group.heads)}
-    for what, numbers in held.items():
-        missing = sorted(set(getattr(scope, what)) - set(numbers))
-        if missing:
-            raise PlanError(
-                f"{what} {_ranges(missing)} of group {group.name!r} are not held here; "
-                f"{_ranges(numbers)} are"
-            )
-    if scope.has_values != group.has_values:
-        raise PlanError(
-            f"has_values of group {group.name!r} is {group.has_values} here, but "
-            f"{scope.has_values} in the scope of a digest"
-        )
-
-
-def _native_digests(
-    geometry: Geometry, group: int, scope: DigestScope, table: NDArray[np.int64], start: int
-) -> NDArray[np.uint64]:
-    units, layers, heads = (
-        np.array(numbers, np.int64) for numbers in (scope.units, scope.layers, scope.heads)
-    )
-    return geometry._native.digests(
-        group=group,
-        blocks=table,
-        start=start,
-        tokens=scope.tokens,
-        unit=scope.unit,
-        units=units,
-        layers=layers,
-        heads=heads,
-        num_kv=1 + scope.has_values,
-        turns=scope.turns,
-    )
-
-
 # ---- device memory
 
 
 def _staged_digests(
     cache: KVCache, group: Group, scope: DigestScope, table: NDArray[np.int64], start: int
 ) -> NDArray[np.uint64]:
-    """Digest host copies of the blocks that the scope needs, some units of a region at a time."""
+    """Digest host copies of the blocks that the scope needs, some blocks of a region at a time."""
     values = np.zeros(scope.shape, np.uint64)
+    entries = _entries(group, scope, len(table), start)
     for region in group.regions:
         layers = range(region.layer.start, region.layer.start + region.layer.count)
         rows = [i for i, layer in enumerate(scope.layers) if layer in layers]
-        if not rows:
-            continue
-        wanted = tuple(scope.layers[i] for i in rows)
-        for first, units in _chunks(group, region, scope):
-            part = msgspec.structs.replace(scope, layers=wanted, units=units)
-            entries = _entries(group, part, len(table), start)
-            host, memory = _copy_to_host(cache, group, region, table[entries])
+        axes = (region.layer, region.kv, region.head, region.token, region.dim)
+        block_bytes = group.element_bytes * math.prod(axis.count for axis in axes)
+        step = max(1, _STAGED_BYTES // block_bytes)
+        for at in range(0, len(entries) if rows else 0, step):
+            chunk = entries[at : at + step]
+            geometry, _memory = _copy_to_host(cache, group, region, table[chunk])
             staged = np.zeros_like(table)
-            staged[entries] = np.arange(len(entries))
-            values[rows, :, :, first : first + len(units)] += _native_digests(
-                host, 0, part, staged, start
+            staged[chunk] = np.arange(len(chunk))
+            first, last = (start + group.block_tokens * int(entry) for entry in chunk[[0, -1]])
+            tokens = (
+                max(scope.tokens[0], first),
+                min(scope.tokens[1], last + group.block_tokens),
             )
-            del memory
+            # Sums of parts: units that a chunk cuts, or has nothing of, need no care.
+            values += geometry._native.digests(0, staged, start, scope, tokens)
     return values
 
 
-def _chunks(
-    group: Group, region: Region, scope: DigestScope
-) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield (index of the first, units) so that the blocks of each chunk fit the staging limit."""
-    axes = (region.layer, region.kv, region.head, region.token, region.dim)
-    block_bytes = group.element_bytes * int(np.prod([axis.count for axis in axes]))
-    blocks_per_unit = -(-scope.unit // group.block_tokens) + 1
-    step = max(1, _STAGED_BYTES // (block_bytes * blocks_per_unit))
-    for first in range(0, len(scope.units), step):
-        yield first, scope.units[first : first + step]
-
-
 def _entries(group: Group, scope: DigestScope, num_entries: int, start: int) -> NDArray[np.int64]:
-    """Return the indices of the table's entries that hold tokens of a scope."""
-    first = np.array(scope.units, np.int64) * scope.unit
-    begins = np.maximum(first, scope.tokens[0]) - start
-    ends = np.minimum(first + scope.unit, scope.tokens[1]) - start
-    covered = np.zeros(num_entries + 1, np.int64)
-    np.add.at(covered, begins // group.block_tokens, 1)
-    np.add.at(covered, -(-ends // group.block_tokens), -1)
-    return np.flatnonzero(np.cumsum(covered)[:-1])
+    """Return the indices of the table's entries that hold tokens of a scope's units."""
+    first = start + group.block_tokens * np.arange(num_entries)
+    units = np.array(scope.units)
+    next_unit = units[np.searchsorted(units, first // scope.unit).clip(max=len(units) - 1)]
+    reached = (next_unit + 1) * scope.unit > first
+    return np.flatnonzero(reached & (next_unit * scope.unit < first + group.block_tokens))
 
 
 _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
@@ -393,7 +371,13 @@ def _copy_to_host(
         [axis.stride // size for axis in axes],
         words.storage_offset() + (region.address - words.data_ptr()) // size,
     )
-    host = box.index_select(0, torch.as_tensor(blocks, device=owner.device)).cpu().contiguous()
+    try:
+        host = box.index_select(0, torch.as_tensor(blocks, device=owner.device)).cpu().contiguous()
+    except RuntimeError as error:  # torch's, out of memory among them
+        raise NativeError(
+            f"{len(blocks)} blocks of {region.name!r} could not be copied to the host: {error}",
+            library="torch",
+        ) from error
     copied = {
         name: Axis(axis.start, count, stride * size if count > 1 else 0)
         for name, axis, count, stride in zip(names, axes, host.shape, host.stride(), strict=True)
@@ -410,7 +394,7 @@ def _copy_to_host(
 
 def _ranges(numbers: Sequence[int] | NDArray[np.int64]) -> str:
     """Return ascending numbers in few words: "0-3, 7"."""
-    array = np.asarray(numbers, np.int64)
+    array = np.asarray(numbers)
     cuts = np.flatnonzero(np.diff(array) != 1) + 1
     runs = [run for run in np.split(array, cuts) if run.size]
     shown = [str(run[0]) if run.size == 1 else f"{run[0]}-{run[-1]}" for run in runs[:8]]
@@ -424,66 +408,30 @@ def _tokens(scope: DigestScope, unit: int) -> range:
 
 def _summary(scope: DigestScope, differs: NDArray[np.bool_]) -> str:
     """Say which layers, heads and tokens differ; what is not among them is right."""
-    count = np.count_nonzero(differs)
-    layers, kv, heads, units = (
-        np.flatnonzero(differs.any(axis=tuple(axis for axis in range(4) if axis != kept)))
-        for kept in range(4)
-    )
-    spans = [_tokens(scope, scope.units[unit]) for unit in units.tolist()]
-    positions = np.concatenate([np.arange(s.start, s.stop) for s in spans[:64]])
-    words = [f"layers {_ranges(np.array(scope.layers)[layers])} of {_ranges(scope.layers)}"]
-    if scope.has_values:
-        words.append(" and ".join("KV"[i] for i in kv))
-    words.append(f"heads {_ranges(np.array(scope.heads)[heads])} of {_ranges(scope.heads)}")
-    words.append(f"tokens {_ranges(positions)}" + (", …" if len(spans) > 64 else ""))
-    return f"{count} of {differs.size} digests of group {scope.group!r} differ: {', '.join(words)}"
+    layers, kv, heads, units = (np.unique(indices) for indices in np.nonzero(differs))
+    spans = [_tokens(scope, scope.units[unit]) for unit in units[:64].tolist()]
+    words = [
+        f"{np.count_nonzero(differs)} of {differs.size} digests of group {scope.group!r} differ: ",
+        f"layers {_ranges(np.array(scope.layers)[layers])} of {_ranges(scope.layers)}, ",
+        f"{' and '.join('KV'[i] for i in kv)}, " if scope.has_values else "",
+        f"heads {_ranges(np.array(scope.heads)[heads])} of {_ranges(scope.heads)}, ",
+        f"tokens {_ranges(np.concatenate([np.arange(s.start, s.stop) for s in spans]))}",
+    ]
+    return "".join(words) + (", …" if len(units) > len(spans) else "")
 
 
 def _mismatches(
     here: GroupDigest, there: GroupDigest, differs: NDArray[np.bool_]
 ) -> Iterator[DigestMismatch]:
     scope = here.scope
-    for layer, kv, head, unit in np.argwhere(differs)[:_SHOWN].tolist():
+    for at in np.argwhere(differs)[:_SHOWN].tolist():
+        layer, kv, head, unit = at
         yield DigestMismatch(
-            group=scope.group,
-            layer=scope.layers[layer],
-            kv="KV"[kv] if scope.has_values else "",
-            head=scope.heads[head],
-            tokens=_tokens(scope, scope.units[unit]),
-            here=int(here.values[layer, kv, head, unit]),
-            there=int(there.values[layer, kv, head, unit]),
+            scope.group,
+            scope.layers[layer],
+            "KV"[kv] if scope.has_values else "",
+            scope.heads[head],
+            _tokens(scope, scope.units[unit]),
+            int(here.values[tuple(at)]),
+            int(there.values[tuple(at)]),
         )
-
-
-def make_scope(
-    group: Group,
-    tokens: range,
-    *,
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
-    unit: int | None = None,
-    units: Sequence[int] | None = None,
-    turns: tuple[tuple[int, int, int], ...] = (),
-) -> DigestScope:
-    """Make the scope of a group's digests; what is None is all that the group holds."""
-    size = group.block_tokens if unit is None else unit
-    if not is_integer(size) or not 1 <= size <= MAX_POSITION:
-        raise PlanError(f"unit is {unit!r}; expected tokens per digest, 1 or more")
-    every = range(tokens.start // size, -(-tokens.stop // size))
-    return DigestScope(
-        group=group.name,
-        layers=_ascending("layers", layers, group.layers),
-        heads=_ascending("heads", heads, group.heads),
-        has_values=group.has_values,
-        tokens=(tokens.start, tokens.stop),
-        unit=int(size),
-        units=_ascending("units", units, every),
-        turns=turns,
-    )
-
-
-def _ascending(what: str, chosen: Sequence[int] | None, every: Sequence[int]) -> tuple[int, ...]:
-    if chosen is None:
-        return tuple(every)
-    numbers = integers(what, list(chosen), PlanError)
-    return tuple(np.unique(numbers).tolist())

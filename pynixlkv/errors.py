@@ -45,6 +45,7 @@ __all__ = [
     "RankNotFound",
     "RegistrationError",
     "RegistrationInUseError",
+    "ResourceExhausted",
     "StalePeerError",
     "StateError",
     "TransferCancelled",
@@ -129,6 +130,10 @@ class ForkError(ClosedError):
 
 class PoolExhausted(PynixlkvError):
     """A pool had too few free blocks until the deadline, and kept them."""
+
+
+class ResourceExhausted(PynixlkvError):
+    """A limit of this process, such as its file descriptors, leaves no room for a new object."""
 
 
 class NativeError(PynixlkvError):

@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "kv/checks.hpp"
@@ -85,13 +86,6 @@ Coordinates coordinates_of(Axis axis, const Extent& extent, std::span<const std:
     return found;
 }
 
-template <class Element>
-void gather(const std::byte* from, const Extent& dim, std::byte* to) {
-    for (std::uint64_t i = 0; i < dim.count; ++i) {
-        std::memcpy(to + i * sizeof(Element), from + i * dim.stride, sizeof(Element));
-    }
-}
-
 /// Hashes the elements of one head and token, the row of a region.
 class RowHash {
   public:
@@ -106,26 +100,31 @@ class RowHash {
         if (gathered_.empty()) {
             return hash_bytes(row, length_);
         }
+        // A size that the compiler knows makes a copy one instruction.
         switch (element_bytes_) {
             case 1:
-                gather<std::uint8_t>(row, dim_, gathered_.data());
+                gather(row, std::integral_constant<std::size_t, 1>());
                 break;
             case 2:
-                gather<std::uint16_t>(row, dim_, gathered_.data());
+                gather(row, std::integral_constant<std::size_t, 2>());
                 break;
             case 4:
-                gather<std::uint32_t>(row, dim_, gathered_.data());
+                gather(row, std::integral_constant<std::size_t, 4>());
                 break;
             default:
-                for (std::uint64_t i = 0; i < dim_.count; ++i) {
-                    std::memcpy(gathered_.data() + i * element_bytes_, row + i * dim_.stride,
-                                element_bytes_);
-                }
+                gather(row, element_bytes_);
         }
         return hash_bytes(gathered_.data(), length_);
     }
 
   private:
+    template <class Size>
+    void gather(const std::byte* row, Size size) {
+        for (std::uint64_t i = 0; i < dim_.count; ++i) {
+            std::memcpy(gathered_.data() + i * size, row + i * dim_.stride, size);
+        }
+    }
+
     Extent dim_;
     std::uint64_t element_bytes_;
     std::uint64_t length_;
@@ -142,16 +141,8 @@ struct Part {
 std::vector<Part> parts_of(const Group& group, const DigestScope& scope) {
     constexpr std::array<std::int64_t, 2> kv{0, 1};
     const std::size_t heads = scope.heads.size() * scope.units.size();
-    std::uint64_t dim = 0;
-    for (const Region& region : group.regions) {
-        dim = std::max(dim, region.axes[kDim].start + region.axes[kDim].count);
-    }
     std::vector<Part> parts;
     for (const Region& region : group.regions) {
-        if (region.axes[kDim].count != dim) {
-            layout_error("a region holds ", region.axes[kDim].count, " of ", dim,
-                         " elements of a head; a digest needs all of them");
-        }
         parts.push_back(
             {&region,
              {coordinates_of(kLayer, region.axes[kLayer], scope.layers, scope.num_kv * heads),
@@ -166,17 +157,17 @@ std::vector<Part> parts_of(const Group& group, const DigestScope& scope) {
 void add_block(Part& part, std::uint64_t block, const Coordinates& slots, std::uint64_t* out) {
     const Region& region = *part.region;
     const auto& [layer, kv, head] = part.axes;
-    struct Loop {
+    struct Level {
         std::uint64_t stride;
         const Coordinates* coordinates;
     };
-    std::array<Loop, 4> loops{{{region.axes[kLayer].stride, &layer},
-                               {region.axes[kKv].stride, &kv},
-                               {region.axes[kHead].stride, &head},
-                               {region.axes[kToken].stride, &slots}}};
-    std::sort(loops.begin(), loops.end(),
-              [](const Loop& a, const Loop& b) { return a.stride > b.stride; });
-    const auto& [outer, second, third, inner] = loops;
+    std::array<Level, 4> levels{{{region.axes[kLayer].stride, &layer},
+                                 {region.axes[kKv].stride, &kv},
+                                 {region.axes[kHead].stride, &head},
+                                 {region.axes[kToken].stride, &slots}}};
+    std::sort(levels.begin(), levels.end(),
+              [](const Level& a, const Level& b) { return a.stride > b.stride; });
+    const auto& [outer, second, third, inner] = levels;
     const auto* const base =
         reinterpret_cast<const std::byte*>(region.base + block * region.axes[kBlock].stride);
     for (const Coordinate& a : *outer.coordinates) {

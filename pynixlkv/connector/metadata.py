@@ -29,9 +29,14 @@ Checksums = Literal["off", "sampled", "all"]
 
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
-_Size = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+_MAX_RANKS = 4096
+_Size = Annotated[int, msgspec.Meta(ge=1, le=_MAX_RANKS)]
 _Port = Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
 
+_BlockTables = Annotated[
+    tuple[Annotated[tuple[_Index, ...], msgspec.Meta(max_length=1 << 22)], ...],
+    msgspec.Meta(max_length=64),
+]
 MAX_READERS = 1024
 """Most readers of one lease that a producer keeps account of."""
 
@@ -83,6 +88,12 @@ class ParallelSizes(msgspec.Struct, frozen=True):
     dcp: _Size = 1
     """Ranks that share the tokens of a head (decode context parallelism)."""
 
+    def __post_init__(self) -> None:
+        if self.pp * self.tp > _MAX_RANKS:
+            raise ConfigError(
+                f"an engine of {self.pp} x {self.tp} ranks; expected at most {_MAX_RANKS}"
+            )
+
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """The ``kv_transfer_params`` of a request.
@@ -101,7 +112,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     remote_host: _Text | None = None
     """The producer's side channel."""
     remote_port: _Port | None = None
-    remote_block_ids: tuple[tuple[_Index, ...], ...] | None = None
+    remote_block_ids: _BlockTables | None = None
     """The producer's block tables, one for each group, in token order."""
     remote_starts: tuple[_Index, ...] | None = None
     """Token position of the first block of each table; zeros if left out."""
@@ -144,6 +155,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
         return made
 
     def _check(self) -> None:
+        self.parallel  # noqa: B018 - its constructor checks the product
         if not self.do_remote_prefill:
             return
         if self.do_remote_decode:

@@ -243,19 +243,20 @@ class Receiver:
 
     def on_heartbeat_ack(self, agent: str, message: messages.HeartbeatAck) -> None:
         """Take a producer's answer to a heartbeat."""
-        producer = self._engines.rank_of(agent)
-        if producer is None:
+        producers = self._engines.ranks_of(agent)
+        if not producers:
             # An answer may arrive before `settle` has seen the end of the handshake.
             is_early = any(e.state is RemoteEngineState.CONNECTING for e in self._engines.all())
             self._ctx.stats.count("early_notifications" if is_early else "foreign_notifications")
             return
-        producer.unanswered = 0
-        producer.has_answered = True
+        for producer in producers:
+            producer.unanswered = 0
+            producer.has_answered = True
         ended = {lease for _, lease, state in message.not_held if state is LeaseStatus.ENDED}
         for request in list(self._requests.values()) if ended else ():
             # Once a pull has begun, only the lease word says whether it was in time.
             if request.lease in ended and request.step is _Step.CONNECTING:
-                self._expire(request, producer)
+                self._expire(request, producers[0])
 
     def on_push_done(self, agent: str, message: messages.PushDone) -> None:
         """Take the end of a push."""
@@ -329,6 +330,8 @@ class Receiver:
         return 0.0 if self._engines.have_news else due
 
     def _advance(self, request: _Request, now: float, to_check: _ToCheck) -> float:
+        if request.step is _Step.CONNECTING and request.engine.is_queued:
+            request.deadline = now + self._ctx.config.transfer_timeout
         if request.end is None and now >= request.deadline:
             self._fail(
                 request,

@@ -47,7 +47,7 @@ _LEASE_BUFFER_WORDS = 1024
 """Lease words that can be read at once; further checks wait for a round."""
 
 _LONGEST_PAUSE_S = 1.0
-_NUM_HANDSHAKES = 4
+_NUM_HANDSHAKES = 64
 """Handshakes that run at once."""
 _NUM_DIGESTERS = 2
 """Requests whose digests are computed at once."""

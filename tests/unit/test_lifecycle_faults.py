@@ -24,6 +24,7 @@ from toy_pair import (
 from toy_world import DEADLINE_S, FakeEvent, World
 
 from pynixlkv.connector import messages
+from pynixlkv.connector import worker as worker_module
 from pynixlkv.connector.config import ConnectorConfig
 from pynixlkv.connector.messages import ConsumerRank
 from pynixlkv.connector.metadata import (
@@ -776,6 +777,98 @@ def test_an_address_with_a_new_tenant_fails_what_waits_for_the_old_one():
         world.until(failed(world))
 
 
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_port": 1},
+        {"remote_host": "nowhere"},
+        {"remote_engine_id": "P-of-yesterday"},
+        {"tp_size": 2},
+        {"pp_size": 3},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "unknown"])
+def test_a_bad_hand_off_harms_itself_only(mode, change, is_known):
+    sides = {"producer": {"num_blocks": 64}, "consumer": {"num_blocks": 64}}
+    with pair(mode, **sides, transfer_timeout=1000, lease_duration=1000) as (
+        world,
+        prefill,
+        decode,
+    ):
+        if is_known:
+            connect(world, prefill, decode)
+        good = [prefill.prefill(f"q{i}", i, 13) for i in range(4)]
+        world.quiet()
+        start(world, decode, {**good[0], **change}, request_id="bad", prompt=0)
+        for i in range(1, 4):
+            start(world, decode, good[i], request_id=f"d{i}", prompt=i)
+        for i in range(1, 4):
+            arrives(world, decode, f"d{i}")
+
+
+def test_a_bad_hand_off_has_fixed_bounds():
+    for change in ({"tp_size": 65536}, {"tp_size": 4096, "pp_size": 2}, {"pp_size": 4097}):
+        with pytest.raises(ConfigError, match="4096"):
+            KVTransferParams.from_dict(change)
+
+
+class Blocked:
+    """Handshakes with all engines but one hang until they are let go."""
+
+    def __init__(self, world, engine_id):
+        self._fetch, self._engine_id = world._fetch, engine_id
+        self.let_go = threading.Event()
+        world._fetch = self
+
+    def __call__(self, address, *, engine_id, **options):
+        if engine_id != self._engine_id:
+            assert self.let_go.wait(DEADLINE_S)
+        return self._fetch(address, engine_id=engine_id, **options)
+
+
+def test_dead_engines_do_not_hold_up_the_living():
+    with World(transfer_timeout=1000) as world:
+        blocked = Blocked(world, "P")
+        prefill, decode = world.engine("P"), world.engine("D", num_blocks=512)
+        params = prefill.prefill("p1", 7, 13)
+        for i in range(40):
+            start(world, decode, {**params, "remote_engine_id": f"gone-{i}"}, request_id=f"x{i}")
+        start(world, decode, params)
+        world.until(received(world))
+        assert not world.outcomes["D"].failed
+        blocked.let_go.set()
+        world.until(lambda: len(world.outcomes["D"].failed) == 40)
+
+
+def test_time_in_the_queue_of_handshakes_does_not_count(monkeypatch):
+    monkeypatch.setattr(worker_module, "_NUM_HANDSHAKES", 1)
+    with World(transfer_timeout=30, lease_duration=1000) as world:
+        blocked = Blocked(world, "P")
+        prefill, decode = world.engine("P"), world.engine("D")
+        params = prefill.prefill("p1", 7, 13)
+        start(world, decode, {**params, "remote_engine_id": "gone"}, request_id="x")
+        start(world, decode, params)
+        world.pass_time(100, 10)
+        assert isinstance(errors(world, "x")[0], TransferTimeout)
+        blocked.let_go.set()
+        world.until(received(world))
+
+
+def test_an_engine_that_cannot_be_reached_is_refused_for_a_moment():
+    with pair() as (world, prefill, decode):
+        params = {**prefill.prefill("p1", 7, 13), "remote_engine_id": "gone"}
+        for i in range(3):
+            start(world, decode, params, request_id=f"x{i}")
+            world.until(failed(world, f"x{i}"))
+        assert world.num_fetches == 1
+        world.pass_time(1)
+        start(world, decode, params, request_id="x3")
+        world.until(failed(world, "x3"))
+        assert world.num_fetches == 2
+
+
 def test_consumers_that_are_silent_for_long_are_forgotten_and_may_come_back():
     with pair("push", peer_ttl=100, lease_duration=30) as (world, prefill, decode):
         connect(world, prefill, decode)
@@ -816,7 +909,7 @@ def test_shutdown_waits_for_handshakes_since_they_hold_the_agent():
 def test_messages_are_short_enough_whatever_they_list():
     lease = Lease(2**48 - 1, 2**62)
     entries = [messages.Reader("x" * 512, lease, 2**62, 1024)] * messages.MAX_ENTRIES
-    reader = ConsumerRank("e" * 512, (2**16 - 1, 2**16 - 1), ParallelSizes(2**16, 2**16, 2**16))
+    reader = ConsumerRank("e" * 512, (2**16 - 1, 2**16 - 1), ParallelSizes(1, 4096, 4096))
     assert len(messages.encode(messages.Release(reader, entries))) < 1 << 20
     beat = messages.Heartbeat(entries)
     assert messages.decode(messages.encode(beat)) == beat
