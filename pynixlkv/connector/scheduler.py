@@ -16,7 +16,6 @@ import msgspec
 from pynixlkv.connector.config import ConnectorConfig
 from pynixlkv.connector.leases import LeaseSlots
 from pynixlkv.connector.metadata import (
-    MAX_READERS,
     ConnectorMetadata,
     KVTransferParams,
     ParallelSizes,
@@ -348,8 +347,7 @@ class ConnectorScheduler:
         """Let one more reader into the lease of another sample of the same prompt."""
         held = self._held[first]
         held.num_samples += 1
-        wanted = max(held.num_samples, held.meta.num_readers, request.params.num_readers)
-        num_readers = min(wanted, MAX_READERS)
+        num_readers = max(held.num_samples, held.meta.num_readers, request.params.num_readers)
         held.meta = self._next.reqs_to_send[first] = replace(held.meta, num_readers=num_readers)
         held.params = msgspec.structs.replace(held.params, num_readers=num_readers)
         return held.params

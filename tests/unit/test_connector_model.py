@@ -24,7 +24,7 @@ from toy_world import FakeEvent, World
 
 from pynixlkv.connector import messages, receiver
 from pynixlkv.connector.messages import ConsumerRank
-from pynixlkv.connector.metadata import Lease, ParallelSizes
+from pynixlkv.connector.metadata import EndState, Lease, ParallelSizes
 from pynixlkv.testing import FakeAgent
 
 MODEL = Model(layers=2, kv_heads=2, dim=2)
@@ -482,12 +482,167 @@ class KitMachine(RuleBasedStateMachine):
                 break
 
 
+class LeaseMachine(RuleBasedStateMachine):
+    """A lease and its readers, in two engines, against what the documentation says of its end.
+
+    Nothing is lost but engines, and time passes by heartbeats, so that the end is known exactly.
+    """
+
+    @initialize(
+        mode=st.sampled_from(["pull", "push"]),
+        tp=st.sampled_from([1, 2]),
+        num_samples=st.integers(1, 3),
+        num_readers=st.integers(0, 4),
+    )
+    def begin_world(self, mode, tp, num_samples, num_readers):
+        self.world = PoisoningWorld(
+            mode, lease_duration=LEASE_S, heartbeat_interval=BEAT_S, transfer_timeout=1e6
+        )
+        self.number, self.is_alive, self.readers = 0, False, {}
+        self.world.engine("P", MODEL, tp=2, num_blocks=NUM_BLOCKS, axes="KBHND")
+        self.options = {"D": {"tp": tp, "axes": "BKNHD"}, "E": {"tp": 3 - tp, "block_size": 8}}
+        for role in "DE":
+            self.begin_engine(role)
+        self.begin_lease(num_samples, num_readers)
+
+    def begin_engine(self, role):
+        engine = self.world.engine(role, MODEL, num_blocks=64, **self.options[role])
+        engine.arrive(f"{role}{self.number + 1}", 7, 4, self.hand_over(1, 1))
+        engine.schedule(f"{role}{self.number}")
+        self.world.until(lambda: f"p{self.number}" in self.world.outcomes["P"].sent)
+        self.world.quiet()
+        self.finish(role, f"{role}{self.number}")
+        self.is_alive = False
+
+    def finish(self, role, request_id):
+        self.world.engines[role].finish(request_id)
+        self.world.quiet()
+
+    @property
+    def now(self):
+        return self.world.clock.now
+
+    def hand_over(self, num_samples, num_readers):
+        """A prompt of some samples; the router says how many readers there will be."""
+        self.number += 1
+        name, told = f"p{self.number}", {"num_readers": num_readers}
+        self.readers, self.is_alive, self.ends_at = {}, True, self.now + LEASE_S
+        self.expected = num_readers if num_samples == 1 else max(num_samples, num_readers)
+        for sample in range(num_samples):
+            told["sibling_group"] = name
+            sample_name = f"{name}.{sample}" if sample else name
+            params = self.world.engines["P"].prefill(sample_name, 7, 4, **told)
+        self.world.quiet()
+        self.name = name
+        return params
+
+    @precondition(lambda self: not self.is_alive)
+    @rule(num_samples=st.integers(1, 3), num_readers=st.integers(0, 4))
+    def begin_lease(self, num_samples, num_readers):
+        self.params = self.hand_over(num_samples, num_readers)
+
+    # ---- readers: their deadline while they are attached, None when they are done
+
+    @precondition(lambda self: self.is_alive)
+    @rule(roles=st.lists(st.sampled_from("DE"), min_size=1, max_size=3))
+    def attach(self, roles):
+        for role in roles:
+            self.number += 1
+            request_id = f"{role}{self.number}"
+            self.world.engines[role].arrive(request_id, 7, 4, self.params)
+            self.world.quiet()
+            self.readers[request_id] = self.ends_at = self.now + LEASE_S
+
+    def attached(self, pick):
+        """Choose a reader of a living engine."""
+        names = [
+            name
+            for name, deadline in self.readers.items()
+            if deadline is not None and name in self.world.engines[name[0]].requests
+        ]
+        return names[pick % len(names)] if names else None
+
+    @precondition(lambda self: self.is_alive and self.attached(0))
+    @rule(pick=PICK, what=st.sampled_from(["receive", "receive", "abort"]))
+    def end_reader(self, pick, what):
+        name = self.attached(pick)
+        engine = self.world.engines[name[0]]
+        if what == "receive":
+            engine.schedule(name)
+            self.world.until(lambda: name in self.world.outcomes[name[0]].received)
+            assert engine.holds(name)
+        self.finish(name[0], name)
+        self.readers[name] = None
+        left = [deadline for deadline in self.readers.values() if deadline is not None]
+        if len(self.readers) < self.expected:
+            return
+        if left:
+            self.ends_at = max(left)
+        elif self.expected:
+            self.ends_at = self.now
+        else:
+            self.ends_at = self.now + BEAT_S
+
+    @precondition(lambda self: self.is_alive and self.attached(0))
+    @rule(pick=PICK)
+    def lose(self, pick):
+        role = self.attached(pick)[0]
+        self.world.kill(role)
+        alive = (self.name, self.readers, self.ends_at, self.expected)
+        self.begin_engine(role)
+        self.name, self.readers, self.ends_at, self.expected = alive
+        self.is_alive = True
+
+    @precondition(lambda self: self.is_alive)
+    @rule(beats=st.sampled_from([1, 1, 2, 6]))
+    def pass_time(self, beats):
+        for _ in range(beats):
+            self.world.pass_time(BEAT_S)
+            self.is_alive &= self.now < self.ends_at
+            for name, deadline in self.readers.items():
+                is_there = name in self.world.engines[name[0]].requests
+                if deadline is not None and is_there and self.is_alive:
+                    self.readers[name] = self.ends_at = self.now + LEASE_S
+
+    @precondition(lambda self: not self.is_alive)
+    @rule(role=st.sampled_from("DE"))
+    def read_late(self, role):
+        """A reader of a lease that has ended gets nothing."""
+        self.number += 1
+        name = f"{role}{self.number}"
+        self.world.engines[role].arrive(name, 7, 4, self.params)
+        self.world.engines[role].schedule(name)
+        self.world.until(lambda: name in self.world.outcomes[role].failed)
+        assert {end.state for end in self.world.outcomes[role].failed[name]} <= {EndState.EXPIRED}
+        self.finish(role, name)
+
+    @invariant()
+    def the_lease_ends_when_it_should(self):
+        self.world.quiet()
+        self.is_alive &= self.now < self.ends_at
+        assert (self.name in self.world.outcomes["P"].sent) is not self.is_alive
+        assert self.world.leases("P") == [int(self.is_alive)] * 2
+        free = self.world.engines["P"].free
+        assert len(free) == NUM_BLOCKS - self.is_alive
+
+    def teardown(self):
+        for engine_id in list(self.world.engines):
+            self.world.close(engine_id)
+
+
 @pytest.fixture(autouse=True)
 def no_log(caplog, monkeypatch):
     monkeypatch.setattr(receiver, "Verification", SpoiledVerification)
     caplog.set_level(logging.CRITICAL + 1, logger="pynixlkv")
 
 
+TestLease = LeaseMachine.TestCase
+TestLease.settings = settings(
+    max_examples=25,
+    stateful_step_count=15,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 TestKit = KitMachine.TestCase
 TestKit.settings = settings(
     max_examples=60,

@@ -219,7 +219,7 @@ def test_the_readers_of_a_lease_are_bounded(monkeypatch):
         arrives(world, decode)
         world.until(sent(world, "p3"))
     with pytest.raises(ConfigError, match="num_readers"):
-        KVTransferParams.from_dict({"do_remote_decode": True, "num_readers": 1025})
+        KVTransferParams.from_dict({"do_remote_decode": True, "num_readers": 2**16 + 1})
 
 
 @both_modes
