@@ -41,7 +41,8 @@ class GroupSpec:
     window: int | None = None
     """Number of last tokens that attention reaches; earlier blocks are neither held nor fetched."""
     null_block: int | None = None
-    """The block number that stands for "none" at the front of a table."""
+    """The block number that stands for "none": at the front of a table, or anywhere in one of
+    state, whose other entries are those that carry it."""
 
 
 @dataclass
@@ -440,7 +441,7 @@ def cut_table(
 ) -> tuple[tuple[int, ...], int]:
     """Return the part of a block table that covers positions, and that of its first block."""
     if spec.block_size == 0:
-        return tuple(table), 0
+        return tuple(block for block in table if block != spec.null_block), 0
     if spec.window is not None:
         begin = max(begin, end - spec.window)
     first, last = begin // spec.block_size, _ceil(end, spec)

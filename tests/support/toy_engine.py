@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from pynixlkv.topology import held_heads, held_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future, ThreadPoolExecutor
 
     import numpy.typing as npt
 
@@ -33,6 +34,20 @@ if TYPE_CHECKING:
     from pynixlkv.types import Rank
 
 POISON = 0xDEAD
+
+
+class ToyWorker(ConnectorWorker):
+    """Knows what its other threads have not finished."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        self.unfinished: set[Future[object]] = set()
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+
+    def _start(self, executor: ThreadPoolExecutor, function: Callable[[], object]) -> Any:
+        future = super()._start(executor, function)
+        self.unfinished.add(future)
+        future.add_done_callback(self.unfinished.discard)
+        return future
 
 
 @dataclass(frozen=True)
@@ -67,7 +82,7 @@ class ToyRank:
         block_size: int,
         num_blocks: int,
         agent: Agent,
-        worker: ConnectorWorker,
+        worker: ToyWorker,
     ) -> None:
         self.model, self.agent, self.worker = model, agent, worker
         self.axes, self.block_size = axes, block_size
@@ -186,7 +201,7 @@ class ToyEngine:
         for stage in range(pp):
             for rank in range(tp):
                 agent = make_agent(f"{engine_id}.{stage}.{rank}")
-                worker = ConnectorWorker(
+                worker = ToyWorker(
                     agent,
                     engine_id=engine_id,
                     rank=(stage, rank),

@@ -821,6 +821,7 @@ class Blocked:
         self._fetch, self._engine_id = world._fetch, engine_id
         self.let_go = threading.Event()
         world._fetch = self
+        world.has_blocked_threads = True
 
     def __call__(self, address, *, engine_id, **options):
         if engine_id != self._engine_id:
