@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from pynixlkv._clock import ObservedClock
-from pynixlkv.connector import messages
+from pynixlkv.connector import messages, self_test
 from pynixlkv.connector.config import ConnectorConfig
 from pynixlkv.connector.context import Peers, WorkerContext
 from pynixlkv.connector.leases import LeaseTable, make_words
@@ -165,6 +165,7 @@ class ConnectorWorker:
         *,
         block_table_index: Mapping[str, int] | None = None,
         staging: HostStaging | None = None,
+        scratch: KVCache | None = None,
     ) -> AgentMetadata:
         """Register the KV cache and start to work.
 
@@ -177,6 +178,10 @@ class ConnectorWorker:
             engines. By default the first group uses the first, and so on.
         staging : HostStaging, optional
             Host memory to stage the cache in, where device memory cannot be registered.
+        scratch : KVCache, optional
+            For the self-test: `pynixlkv.connector.self_test.NUM_BLOCKS` blocks, made as `cache`
+            was, which the engine has filled with the pattern by its own means. By default they are
+            made here, and filled by what `cache` says of its layout.
 
         Returns
         -------
@@ -191,6 +196,14 @@ class ConnectorWorker:
         self._agent.register(moved)
         self._agent.register(table.cache)
         self._agent.register(lease_buffer)
+        if not self._config.self_test:
+            scratch = None
+        elif scratch is None:
+            scratch = self_test.make_scratch(moved)
+        described = [moved, table.cache]
+        if scratch is not None:
+            self._agent.register(scratch)
+            described.append(scratch)
         ctx = WorkerContext(
             agent=self._agent,
             identity=self._identity,
@@ -198,11 +211,12 @@ class ConnectorWorker:
             lease_buffer=lease_buffer,
             block_table_index=block_table_index
             or {group.name: i for i, group in enumerate(moved.geometry.groups)},
-            hello=self._agent.hello(moved, table.cache),
+            hello=self._agent.hello(*described),
             staging=staging,
             config=self._config,
             stats=self.stats,
             peers=Peers(self._agent),
+            scratch=scratch,
             compute=self._compute,
         )
         self._executor = ThreadPoolExecutor(_NUM_HANDSHAKES, "pynixlkv-handshake")
