@@ -19,7 +19,7 @@ from pynixlkv.connector.metadata import (
     ReqMeta,
     RequestInfo,
 )
-from pynixlkv.errors import ConfigError, PoolExhausted
+from pynixlkv.errors import ConfigError, ContentMismatch, PoolExhausted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -117,6 +117,7 @@ class ConnectorScheduler:
                     f"{request.params.transfer_mode!r} mode, this engine in "
                     f"{self._config.transfer_mode!r} mode; use one transfer_mode on both sides"
                 )
+            _check_content(request)
             self._open[request.request_id] = request.params
         return True
 
@@ -137,6 +138,8 @@ class ConnectorScheduler:
         ------
         ConfigError
             If the request's parameters do not fit this engine.
+        ContentMismatch
+            If the hand-off is of another prompt. It stays held for the right one.
         """
         if not request.params.do_remote_prefill or not self._is_open(request):
             return 0, False
@@ -258,10 +261,10 @@ class ConnectorScheduler:
             self._next.reqs_to_abort.add(request_id)
             self._receiving[request_id].is_aborted = True
             return True, None
-        self._open.pop(request_id, None)
+        was_open = self._open.pop(request_id, None) is not None
         if request_id in self._settled:
             self._settled.remove(request_id)
-        elif request.params.do_remote_prefill:
+        elif request.params.do_remote_prefill and (was_open or _is_own(request)):
             # Rejected or aborted before anything was fetched.
             self._next.reqs_to_release[request_id] = request.params
         if not request.params.do_remote_decode:
@@ -302,6 +305,7 @@ class ConnectorScheduler:
             remote_starts=meta.starts,
             remote_block_sizes=meta.block_sizes,
             remote_num_tokens=num_tokens,
+            content=None if request.content is None else request.content(num_tokens),
             tp_size=self._parallel.tp,
             pp_size=self._parallel.pp,
             dcp_size=self._parallel.dcp,
@@ -372,6 +376,35 @@ class ConnectorScheduler:
     def num_free_leases(self) -> int:
         """Requests that can be held in addition."""
         return self._slots.num_free
+
+
+def _check_content(request: RequestInfo) -> None:
+    """Refuse the hand-off of another prompt."""
+    params, size = request.params, request.num_prompt_tokens
+    count = params.remote_num_tokens
+    if request.content is None or (count is None and params.lease is None):
+        return  # without a lease the producer compares, when it is asked to push
+    count = size if count is None else count
+    expected = request.content(count) if count <= size else ""
+    seen = params.content or ""
+    if not seen or seen != expected:
+        wanted = expected or f"at most {size} tokens"
+        raise ContentMismatch(
+            f"request {request.request_id!r}: the hand-off is of another prompt: the content of "
+            f"its {count} tokens is {seen or 'not named'}; expected {wanted}. Pass each answer of "
+            "the producer on with the prompt that it answers",
+            expected=expected,
+            seen=seen,
+        )
+
+
+def _is_own(request: RequestInfo) -> bool:
+    """Whether the request is a reader of its hand-off."""
+    try:
+        _check_content(request)
+    except ContentMismatch:
+        return False
+    return True
 
 
 def _ceil(tokens: int, spec: GroupSpec) -> int:
