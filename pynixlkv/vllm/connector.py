@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,7 @@ from pynixlkv.connector.worker import ConnectorWorker
 from pynixlkv.errors import ConfigError, LibraryVersionError
 from pynixlkv.handshake import Handshake
 from pynixlkv.vllm.caches import ParallelPlace, group_specs, kv_cache, layer_number
+from pynixlkv.vllm.content import content_digest
 from pynixlkv.vllm.host import BlockCopy, work_so_far
 from pynixlkv.vllm.options import Options
 from pynixlkv.vllm.stats import PyNixlKVPromMetrics, PyNixlKVStats
@@ -109,6 +110,14 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._copy: BlockCopy | None = None
         self._layer_numbers: dict[str, int] = {}
         self._is_step_begun = False
+        # Without both of its caches vLLM numbers images instead of identifying them.
+        features = vllm_config.model_config.multimodal_config
+        self._content = partial(
+            content_digest,
+            hash_features=features is not None
+            and features.mm_processor_cache_gb == 0
+            and not vllm_config.cache_config.enable_prefix_caching,
+        )
         if role is KVConnectorRole.SCHEDULER:
             groups = group_specs(kv_cache_config, self._dcp)
             host_blocks = self._num_host_blocks()
@@ -167,7 +176,8 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if info is None:
             try:
                 params = KVTransferParams.from_dict(request.kv_transfer_params)
-                info = RequestInfo(request.request_id, request.num_prompt_tokens, params)
+                content = cache(partial(self._content, request))
+                info = RequestInfo(request.request_id, request.num_prompt_tokens, params, content)
                 self._side.get_num_new_matched_tokens(info, 0)
             except ConfigError as error:
                 # A bad request must not stop the engine.
