@@ -53,6 +53,7 @@ def content_digest(request: Request, num_tokens: int, *, hash_features: bool = F
 
 
 def _identity(feature: MultiModalFeatureSpec) -> str:
-    if feature.data is None:
-        return feature.identifier
-    return MultiModalHasher.hash_kwargs("sha256", **feature.data.get_data())
+    identity: str = feature.identifier
+    if feature.data is not None:
+        identity = MultiModalHasher.hash_kwargs("sha256", **feature.data.get_data())
+    return identity
