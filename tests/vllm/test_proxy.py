@@ -33,6 +33,7 @@ class Service:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **env},
+                cwd=log.parent,  # the sources are not built where they are
                 start_new_session=True,
             )
 
