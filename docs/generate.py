@@ -42,6 +42,7 @@ MODULES = (
     "pynixlkv.geometry",
     "pynixlkv.topology",
     "pynixlkv.plan",
+    "pynixlkv.digest",
     "pynixlkv.agent",
     "pynixlkv.transfer",
     "pynixlkv.nixl",

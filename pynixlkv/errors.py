@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pynixlkv.types import DigestMismatch
+
 __all__ = [
     "AlreadyRegisteredError",
     "ClosedError",
@@ -23,6 +25,7 @@ __all__ = [
     "HandshakeError",
     "HandshakeTimeout",
     "IncompatibleLayoutError",
+    "KVCorruptError",
     "LayoutError",
     "LeaseExpired",
     "LibraryNotFoundError",
@@ -43,6 +46,7 @@ __all__ = [
     "RankNotFound",
     "RegistrationError",
     "RegistrationInUseError",
+    "ResourceExhausted",
     "StalePeerError",
     "StateError",
     "TransferCancelled",
@@ -138,6 +142,10 @@ class PoolExhausted(PynixlkvError):
     """A pool had too few free blocks until the deadline, and kept them."""
 
 
+class ResourceExhausted(PynixlkvError):
+    """A limit of this process, such as its file descriptors, leaves no room for a new object."""
+
+
 class NativeError(PynixlkvError):
     """A native library reported a failure."""
 
@@ -204,6 +212,15 @@ class PeerLostError(TransferError, ConnectionError):
 
 class LeaseExpired(TransferError):
     """The producer no longer held the blocks during the read; the bytes may be wrong."""
+
+
+class KVCorruptError(TransferError):
+    """KV that arrived has other digests than its producer's; it must not be used."""
+
+    mismatches: Sequence[DigestMismatch] = ()
+    """The first places that differ, at most 64."""
+    num_mismatches: int = 0
+    """Number of digests that differ."""
 
 
 class HandshakeError(PynixlkvError):

@@ -14,6 +14,7 @@
 #include "base/error.hpp"
 #include "bindings/bind.hpp"
 #include "bindings/py_shared.hpp"
+#include "kv/digest.hpp"
 #include "kv/expansion.hpp"
 
 namespace py = pybind11;
@@ -143,10 +144,38 @@ std::pair<DescriptorArray, DescriptorArray> descriptors(const BlockTables& table
     return {local, remote};
 }
 
+std::span<const std::int64_t> view(const IdArray& array) {
+    return {array.data(), static_cast<std::size_t>(array.size())};
+}
+
+DescriptorArray digests(const Geometry& geometry, std::size_t group, const IdArray& blocks,
+                        std::uint64_t start, Bounds tokens, std::uint64_t unit,
+                        const IdArray& units, const IdArray& layers, const IdArray& heads,
+                        std::size_t num_kv,
+                        const std::vector<std::array<std::uint64_t, 3>>& turns) {
+    kv::DigestScope scope{tokens.first, tokens.second, unit,   view(units),
+                          view(layers), view(heads),   num_kv, {}};
+    for (const auto& [rank, ranks, interleave] : turns) {
+        scope.turns.push_back({rank, ranks, interleave});
+    }
+    DescriptorArray out(
+        {layers.size(), static_cast<py::ssize_t>(num_kv), heads.size(), units.size()});
+    std::span<std::uint64_t> values(out.mutable_data(), static_cast<std::size_t>(out.size()));
+    const py::gil_scoped_release release;
+    std::fill(values.begin(), values.end(), 0);
+    add_digests(geometry.groups.at(group), view(blocks), start, scope, values);
+    return out;
+}
+
 }  // namespace
 
 void bind_kv(py::module_ m) {
-    py::classh<Geometry>(m, "Geometry").def(py::init(&geometry_of), py::arg("geometry"));
+    py::classh<Geometry>(m, "Geometry")
+        .def(py::init(&geometry_of), py::arg("geometry"))
+        // Reads the memory: for caches of this process only.
+        .def("digests", &digests, py::arg("group"), py::arg("blocks"), py::arg("start"),
+             py::arg("tokens"), py::arg("unit"), py::arg("units"), py::arg("layers"),
+             py::arg("heads"), py::arg("num_kv"), py::arg("turns"));
 
     py::classh<BlockTables>(m, "BlockTables")
         .def(

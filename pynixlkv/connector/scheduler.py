@@ -7,12 +7,16 @@ the workers through one `ConnectorMetadata` per step, and hears from them throug
 from __future__ import annotations
 
 import math
+import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from pynixlkv.connector.config import ConnectorConfig
 from pynixlkv.connector.leases import LeaseSlots
 from pynixlkv.connector.metadata import (
+    MAX_READERS,
     ConnectorMetadata,
     KVTransferParams,
     ParallelSizes,
@@ -45,6 +49,18 @@ class GroupSpec:
 class _Receiving:
     host_blocks: BlockLists | None
     is_aborted: bool = False
+
+
+@dataclass
+class _Held:
+    """A request that is handed over, and its samples, which share its lease."""
+
+    lease: Lease
+    meta: ReqMeta
+    params: KVTransferParams
+    """The hand-off."""
+    sibling_group: str | None
+    num_samples: int = 1
 
 
 class ConnectorScheduler:
@@ -92,14 +108,17 @@ class ConnectorScheduler:
         self._open: dict[str, KVTransferParams] = {}  # nothing has been decided yet
         self._receiving: dict[str, _Receiving] = {}
         self._settled: set[str] = set()  # received, or not to be
-        self._held: dict[str, tuple[Lease, BlockLists | None]] = {}
+        self._held: dict[str, _Held] = {}
+        self._first_samples: dict[str, str] = {}  # ids of held requests, by sibling group
 
     # ---- consumer
 
     def on_new_request(self, request: RequestInfo) -> None:
         """Note that a request has arrived: its producer holds it while it is queued."""
         if request.params.do_remote_prefill and self._is_open(request):
-            self._next.reqs_waiting[request.request_id] = request.params
+            self._next.reqs_waiting[request.request_id] = self._open[request.request_id]
+        elif request.params.do_remote_decode and self._config.transfer_mode == "push":
+            self._next.reqs_to_come.add(request.request_id)
 
     def _is_open(self, request: RequestInfo) -> bool:
         if request.request_id in self._settled or request.request_id in self._receiving:
@@ -118,7 +137,7 @@ class ConnectorScheduler:
                     f"{self._config.transfer_mode!r} mode; use one transfer_mode on both sides"
                 )
             _check_content(request)
-            self._open[request.request_id] = request.params
+            self._open[request.request_id] = _as_reader(request.params)
         return True
 
     def get_num_new_matched_tokens(
@@ -253,26 +272,33 @@ class ConnectorScheduler:
         request_id = request.request_id
         self._next.reqs_waiting.pop(request_id, None)
         if request_id in self._receiving:
-            if self._next.reqs_to_recv.pop(request_id, None) is not None:
-                # The workers do not know of it yet.
+            meta = self._next.reqs_to_recv.pop(request_id, None)
+            if meta is not None:  # the workers do not know of it yet
                 self._free_host(self._receiving.pop(request_id).host_blocks)
-                self._next.reqs_to_release[request_id] = request.params
+                self._next.reqs_to_release[request_id] = meta.remote or request.params
                 return False, None
             self._next.reqs_to_abort.add(request_id)
             self._receiving[request_id].is_aborted = True
             return True, None
-        was_open = self._open.pop(request_id, None) is not None
+        remote = self._open.pop(request_id, None)
         if request_id in self._settled:
             self._settled.remove(request_id)
-        elif request.params.do_remote_prefill and (was_open or _is_own(request)):
+        elif request.params.do_remote_prefill and (remote or _is_own(request)):
             # Rejected or aborted before anything was fetched.
-            self._next.reqs_to_release[request_id] = request.params
+            self._next.reqs_to_release[request_id] = remote or _as_reader(request.params)
         if not request.params.do_remote_decode:
             return False, None
         self._next.reqs_to_save.pop(request_id, None)
+        why = "the producer gave the request up"
+        held = self._held.get(request_id)
+        if held is not None:  # it has finished before
+            if is_complete:
+                return True, held.params.to_dict()
+            self._close_group(request_id)
+            self._next.reqs_to_end[request_id] = why
+            return True, None
         if not is_complete:
-            self._next.reqs_not_held[request_id] = "the producer gave the request up"
-            return False, None
+            return self._not_held(request, why)
         return self._hand_over(request, blocks, num_computed_tokens)
 
     def _hand_over(
@@ -285,15 +311,21 @@ class ConnectorScheduler:
         if self.address is None:
             raise ConfigError("the scheduler's address is not set; hand-offs need to name it")
         cut = self._cut(blocks, 0, num_tokens)
+        content = None if request.content is None else request.content(num_tokens)
+        group = request.params.sibling_group
+        first = None if group is None else self._first_samples.get(group)
+        if first is not None:
+            held = self._held[first].params
+            if (held.remote_num_tokens, held.content) == (num_tokens, content):
+                return False, self._share(first, request).to_dict()
         if not self._slots.num_free:
             return self._not_held(request, "all leases of the producer are taken")
         staged = self._stage(cut)
         lease = self._slots.take() if staged is not None else None
         if staged is None or lease is None:
             return self._not_held(request, "the producer's host blocks are all in use")
-        group = request.params.sibling_group
-        meta = replace(staged, lease=lease, sibling_group=group)
-        self._held[request.request_id] = lease, meta.host_blocks
+        num_readers = request.params.num_readers
+        meta = replace(staged, lease=lease, num_readers=num_readers)
         self._next.reqs_to_send[request.request_id] = meta
         params = KVTransferParams(
             do_remote_prefill=True,
@@ -305,16 +337,35 @@ class ConnectorScheduler:
             remote_starts=meta.starts,
             remote_block_sizes=meta.block_sizes,
             remote_num_tokens=num_tokens,
-            content=None if request.content is None else request.content(num_tokens),
+            content=content,
             tp_size=self._parallel.tp,
             pp_size=self._parallel.pp,
             dcp_size=self._parallel.dcp,
             lease=str(lease),
             lease_duration=self._config.lease_duration,
             transfer_mode=self._config.transfer_mode,
-            sibling_group=group,
+            num_readers=num_readers,
         )
+        self._held[request.request_id] = _Held(lease, meta, params, group)
+        if group is not None:
+            self._first_samples[group] = request.request_id
         return True, params.to_dict()
+
+    def _share(self, first: str, request: RequestInfo) -> KVTransferParams:
+        """Let one more reader into the lease of another sample of the same prompt."""
+        held = self._held[first]
+        held.num_samples += 1
+        wanted = max(held.num_samples, held.meta.num_readers, request.params.num_readers)
+        num_readers = min(wanted, MAX_READERS)
+        held.meta = self._next.reqs_to_send[first] = replace(held.meta, num_readers=num_readers)
+        held.params = msgspec.structs.replace(held.params, num_readers=num_readers)
+        return held.params
+
+    def _close_group(self, request_id: str) -> None:
+        """Let no further sample share the lease of a request."""
+        group = self._held[request_id].sibling_group
+        if group is not None and self._first_samples.get(group) == request_id:
+            del self._first_samples[group]
 
     def _not_held(self, request: RequestInfo, why: str) -> tuple[bool, None]:
         self._next.reqs_not_held[request.request_id] = why
@@ -358,9 +409,10 @@ class ConnectorScheduler:
         """Take reports of `Finished`; a request is `sent` once every worker has reported it."""
         for request_id in sent:
             if request_id in self._held:
-                lease, host_blocks = self._held.pop(request_id)
-                self._slots.give_back(lease)
-                self._free_host(host_blocks)
+                self._close_group(request_id)
+                held = self._held.pop(request_id)
+                self._slots.give_back(held.lease)
+                self._free_host(held.meta.host_blocks)
         for request_id in (*received, *failed):
             receiving = self._receiving.pop(request_id, None)
             if receiving is not None:
@@ -405,6 +457,11 @@ def _is_own(request: RequestInfo) -> bool:
     except ContentMismatch:
         return False
     return True
+
+
+def _as_reader(remote: KVTransferParams) -> KVTransferParams:
+    """Return a hand-off as one reader of its lease."""
+    return msgspec.structs.replace(remote, reader=secrets.randbits(62))
 
 
 def _ceil(tokens: int, spec: GroupSpec) -> int:

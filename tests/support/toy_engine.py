@@ -10,7 +10,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from pynixlkv.topology import held_heads, held_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future, ThreadPoolExecutor
 
     import numpy.typing as npt
 
@@ -39,6 +40,20 @@ POISON = 0xDEAD
 def content(prompt: int, num_tokens: int) -> str:
     """Name what decides the KV of a prompt's first tokens."""
     return f"prompt {prompt} up to {num_tokens}"
+
+
+class ToyWorker(ConnectorWorker):
+    """Knows what its other threads have not finished."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        self.unfinished: set[Future[object]] = set()
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+
+    def _start(self, executor: ThreadPoolExecutor, function: Callable[[], object]) -> Any:
+        future = super()._start(executor, function)
+        self.unfinished.add(future)
+        future.add_done_callback(self.unfinished.discard)
+        return future
 
 
 @dataclass(frozen=True)
@@ -73,7 +88,7 @@ class ToyRank:
         block_size: int,
         num_blocks: int,
         agent: Agent,
-        worker: ConnectorWorker,
+        worker: ToyWorker,
     ) -> None:
         self.model, self.agent, self.worker = model, agent, worker
         self.axes, self.block_size = axes, block_size
@@ -192,7 +207,7 @@ class ToyEngine:
         for stage in range(pp):
             for rank in range(tp):
                 agent = make_agent(f"{engine_id}.{stage}.{rank}")
-                worker = ConnectorWorker(
+                worker = ToyWorker(
                     agent,
                     engine_id=engine_id,
                     rank=(stage, rank),
@@ -258,11 +273,10 @@ class ToyEngine:
         blocks = self.allocate(num_tokens)
         for rank in self.ranks:
             rank.write(prompt, blocks, range(num_tokens))
+        self.requests[request_id] = ToyRequest(info, prompt, blocks, num_tokens)
         keeps, answer = self.scheduler.request_finished(info, (tuple(blocks),), num_tokens)
-        if keeps:
-            self.requests[request_id] = ToyRequest(info, prompt, blocks, num_tokens)
-        else:
-            self.free += blocks
+        if not keeps:
+            self._drop(request_id)
         return answer
 
     def begin(self, request_id: str, prompt: int, num_tokens: int) -> None:

@@ -108,6 +108,7 @@ class KitMachine(RuleBasedStateMachine):
         self.life = 0
         self.number = 0
         self.offers = []  # (prompt, num_tokens, params)
+        self.samples = []  # of prompts, that are not computed yet
         self.queued, self.open, self.here = [], set(), []  # of the consumer
         self.chunked = []  # prompts of the producer that are not computed to their end
         self.pauses = set()
@@ -141,15 +142,21 @@ class KitMachine(RuleBasedStateMachine):
 
     # ---- producer
 
-    @rule(num_tokens=st.integers(1, 17), is_late=st.booleans(), siblings=st.booleans())
-    def prefill(self, num_tokens, is_late, siblings):
+    @rule(
+        num_tokens=st.integers(1, 17),
+        is_late=st.booleans(),
+        num_readers=st.sampled_from([1, 1, 1, 0, 2, 3]),
+        num_samples=st.integers(1, 3),
+    )
+    def prefill(self, num_tokens, is_late, num_readers, num_samples):
         if not self.p.fits(num_tokens) or self.p.scheduler.num_free_leases == 0:
             return
         number = self.new_number()
-        group = {"sibling_group": f"g{number // 4}"} if siblings else {}
-        params = self.p.prefill(f"p{number}", number, num_tokens, **group)
+        told = {"sibling_group": f"g{number}", "num_readers": num_readers}
+        params = self.p.prefill(f"p{number}", number, num_tokens, **told)
         assert params is not None
         self.offers.append((number, num_tokens, params))
+        self.samples += [(number, num_tokens, told)] * (num_samples - 1)
         if is_late:
             request = self.p.requests[f"p{number}"]
             self.p.poison(request.blocks)
@@ -161,6 +168,14 @@ class KitMachine(RuleBasedStateMachine):
                     rank.write(number, blocks, range(num_tokens))
 
             self.p.late.append((f"p{number}", compute))
+
+    @rule()
+    def prefill_sample(self):
+        """Another sample of a prompt, whose first one may still be held."""
+        if self.samples and self.p.fits(self.samples[0][1]) and self.p.scheduler.num_free_leases:
+            prompt, num_tokens, told = self.samples.pop(0)
+            params = self.p.prefill(f"p{self.new_number()}", prompt, num_tokens, **told)
+            self.offers.append((prompt, num_tokens, params))
 
     @rule()
     def finish_late_work(self):
@@ -274,7 +289,7 @@ class KitMachine(RuleBasedStateMachine):
     )
     def go(self, num_tokens, prefix, wait, rounds, is_late):
         """The usual way of a request, fast or slowly."""
-        self.prefill(num_tokens, is_late=is_late, siblings=False)
+        self.prefill(num_tokens, is_late=is_late, num_readers=1, num_samples=1)
         self.settle(rounds[0])
         self.world.clock.now += wait
         self.look("P")
@@ -385,8 +400,8 @@ class KitMachine(RuleBasedStateMachine):
         with FakeAgent("stranger", self.world.network) as stranger:
             peer = stranger.connect(self.world.engines[self.alias[role]].hellos[0, 0])
             for message in (
-                messages.Release(reader, [(request_id, wrong)]),
-                messages.Heartbeat([(request_id, wrong), (request_id, lease)]),
+                messages.Release(reader, [messages.Reader(request_id, wrong, shift)]),
+                messages.Heartbeat([messages.Reader(request_id, each) for each in (wrong, lease)]),
                 messages.HeartbeatAck([(request_id, lease, messages.LeaseStatus.ENDED)]),
                 messages.PushDone(12345, False, ""),
                 messages.CancelPush(12345),
