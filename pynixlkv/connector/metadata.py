@@ -251,6 +251,8 @@ class ReqMeta:
     """Block tables in the host cache, where device memory is staged."""
     block_sizes: tuple[int, ...] = ()
     """Tokens per block of each table; empty if they are the geometry's blocks."""
+    content: str | None = None
+    """Digest of the whole prompt, to be compared where a push does not wait for the hand-off."""
 
 
 @dataclass

@@ -210,7 +210,8 @@ class ConnectorScheduler:
                 f"request {request_id!r}: the host blocks that were free when "
                 "get_num_new_matched_tokens was called are not; schedule in the order of the calls"
             )
-        meta = replace(meta, remote=remote)
+        content = _prompt_content(request) if remote.lease is None else None
+        meta = replace(meta, remote=remote, content=content)
         del self._open[request_id]
         self._next.reqs_waiting.pop(request_id, None)
         self._receiving[request_id] = _Receiving(meta.host_blocks)
@@ -326,6 +327,8 @@ class ConnectorScheduler:
             return self._not_held(request, "the producer's host blocks are all in use")
         num_readers = request.params.num_readers
         meta = replace(staged, lease=lease, num_readers=num_readers)
+        if self._config.transfer_mode == "push":
+            meta = replace(meta, content=_prompt_content(request))
         self._next.reqs_to_send[request.request_id] = meta
         params = KVTransferParams(
             do_remote_prefill=True,
@@ -381,7 +384,10 @@ class ConnectorScheduler:
             and self._config.transfer_mode == "push"
             and self._host_pool is None  # a staged request is sent when it is complete
         ):
-            self._next.reqs_to_save[request.request_id] = self._cut(blocks, 0, num_computed_tokens)
+            cut = self._cut(blocks, 0, num_computed_tokens)
+            self._next.reqs_to_save[request.request_id] = replace(
+                cut, content=_prompt_content(request)
+            )
 
     def request_preempted(self, request_id: str) -> None:
         """Note that the blocks of a running request have been taken away.
@@ -433,10 +439,9 @@ class ConnectorScheduler:
 def _check_content(request: RequestInfo) -> None:
     """Refuse the hand-off of another prompt."""
     params, size = request.params, request.num_prompt_tokens
-    count = params.remote_num_tokens
-    if request.content is None or (count is None and params.lease is None):
+    if request.content is None or params.lease is None:
         return  # without a lease the producer compares, when it is asked to push
-    count = size if count is None else count
+    count = params.remote_num_tokens or size
     expected = request.content(count) if count <= size else ""
     seen = params.content or ""
     if not seen or seen != expected:
@@ -448,6 +453,10 @@ def _check_content(request: RequestInfo) -> None:
             expected=expected,
             seen=seen,
         )
+
+
+def _prompt_content(request: RequestInfo) -> str | None:
+    return None if request.content is None else request.content(request.num_prompt_tokens)
 
 
 def _is_own(request: RequestInfo) -> bool:

@@ -1,6 +1,8 @@
 """A hand-off is tied to the prompt whose KV it holds."""
 
 import pytest
+from toy_engine import POISON
+from toy_pair import early_params, errors, failed, received, sent
 from toy_world import World
 
 from pynixlkv.connector import ConnectorScheduler, GroupSpec, KVTransferParams, RequestInfo
@@ -64,6 +66,49 @@ def test_an_abort_of_a_queued_request_releases_its_own_hand_off(world, sides):
     decode.arrive("d1", 7, 13, prefill.prefill("p1", 7, 13))
     decode.finish("d1")
     world.until(lambda: world.outcomes["P"].sent == {"p1"})
+
+
+@pytest.mark.parametrize("computed", [(), (13,), (4, 13)])
+def test_a_push_of_another_prompt_is_not_written_and_ends_no_lease(computed):
+    """The consumers do not wait for the hand-off: only the producer can compare."""
+    with World("push") as world:
+        prefill, decode = world.engine("P"), world.engine("D")
+
+        def ask():
+            for name, prompt in (("mixed", 8), ("d1", 7)):
+                decode.arrive(name, prompt, 13, early_params(prefill, "p1"))
+                decode.schedule(name)
+                if not computed:
+                    world.until(failed(world, "mixed"))
+
+        if computed:
+            ask()
+            world.until(lambda: prefill.stats.pushes == 2)
+            prefill.begin("p1", 7, 13)
+            for until in computed:
+                prefill.compute("p1", until)
+                world.round()
+            prefill.hand_over("p1")
+        else:
+            prefill.prefill("p1", 7, 13)
+            world.quiet()
+            ask()
+        world.until(failed(world, "mixed"))
+        (error,) = errors(world, "mixed")
+        assert "its content is prompt 7 up to 13; expected prompt 8 up to 13" in str(error)
+        world.until(received(world))
+        assert decode.holds("d1")
+        blocks = decode.requests["mixed"].blocks
+        assert (decode.ranks[0].read(blocks, range(13)) == POISON).all()
+        world.until(sent(world))
+        assert prefill.stats.leases == {"released": 1}
+
+
+def test_samples_with_another_prompt_get_a_hand_off_of_their_own(world, sides):
+    prefill, _ = sides
+    offers = [prefill.prefill(f"{i}_p", 7 + i // 2, 13, sibling_group="p") for i in range(4)]
+    assert [offer["remote_request_id"] for offer in offers] == ["0_p", "0_p", "2_p", "2_p"]
+    assert offers[2]["content"] == "prompt 8 up to 13"
 
 
 def scheduler():
