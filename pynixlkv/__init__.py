@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 try:
-    from pynixlkv import _kernels, _native  # noqa: F401
+    from pynixlkv import _kernels, _native  # noqa: F401, TID251
 except ImportError as error:
     raise ImportError(
         f"the native modules of {__path__[0]} cannot be imported ({error}). If that is a checkout, "
