@@ -392,13 +392,17 @@ def _copy_to_host(
 # ---- words of errors
 
 
-def _ranges(numbers: Sequence[int] | NDArray[np.int64]) -> str:
-    """Return ascending numbers in few words: "0-3, 7"."""
+def _ranges(numbers: Sequence[int] | NDArray[np.int64], scope: DigestScope | None = None) -> str:
+    """Return ascending numbers in few words: "0-3, 7"; with a scope, the tokens of these units."""
     array = np.asarray(numbers)
     cuts = np.flatnonzero(np.diff(array) != 1) + 1
-    runs = [run for run in np.split(array, cuts) if run.size]
-    shown = [str(run[0]) if run.size == 1 else f"{run[0]}-{run[-1]}" for run in runs[:8]]
-    return ", ".join(shown) + (", …" if len(runs) > 8 else "")
+    shown = []
+    for run in np.split(array, cuts[:9])[:8] if array.size else ():
+        first, last = int(run[0]), int(run[-1])
+        if scope is not None:
+            first, last = _tokens(scope, first).start, _tokens(scope, last).stop - 1
+        shown.append(str(first) if first == last else f"{first}-{last}")
+    return ", ".join(shown) + (", …" if len(cuts) > 7 else "")
 
 
 def _tokens(scope: DigestScope, unit: int) -> range:
@@ -409,15 +413,14 @@ def _tokens(scope: DigestScope, unit: int) -> range:
 def _summary(scope: DigestScope, differs: NDArray[np.bool_]) -> str:
     """Say which layers, heads and tokens differ; what is not among them is right."""
     layers, kv, heads, units = (np.unique(indices) for indices in np.nonzero(differs))
-    spans = [_tokens(scope, scope.units[unit]) for unit in units[:64].tolist()]
     words = [
         f"{np.count_nonzero(differs)} of {differs.size} digests of group {scope.group!r} differ: ",
         f"layers {_ranges(np.array(scope.layers)[layers])} of {_ranges(scope.layers)}, ",
         f"{' and '.join('KV'[i] for i in kv)}, " if scope.has_values else "",
         f"heads {_ranges(np.array(scope.heads)[heads])} of {_ranges(scope.heads)}, ",
-        f"tokens {_ranges(np.concatenate([np.arange(s.start, s.stop) for s in spans]))}",
+        f"tokens {_ranges(np.array(scope.units)[units], scope)}",
     ]
-    return "".join(words) + (", …" if len(units) > len(spans) else "")
+    return "".join(words)
 
 
 def _mismatches(

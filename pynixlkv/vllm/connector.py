@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -31,6 +31,7 @@ from pynixlkv.connector.worker import ConnectorWorker
 from pynixlkv.errors import ConfigError, LibraryVersionError
 from pynixlkv.handshake import Handshake
 from pynixlkv.vllm.caches import ParallelPlace, group_specs, kv_cache, layer_number
+from pynixlkv.vllm.content import content_digest
 from pynixlkv.vllm.facts import compatibility, fp8_format
 from pynixlkv.vllm.host import BlockCopy, work_so_far
 from pynixlkv.vllm.options import Options
@@ -114,6 +115,14 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._copy: BlockCopy | None = None
         self._layer_numbers: dict[str, int] = {}
         self._is_step_begun = False
+        # Without both of its caches vLLM numbers images instead of identifying them.
+        features = vllm_config.model_config.multimodal_config
+        self._content = partial(
+            content_digest,
+            hash_features=features is not None
+            and features.mm_processor_cache_gb == 0
+            and not vllm_config.cache_config.enable_prefix_caching,
+        )
         groups = group_specs(kv_cache_config, self._dcp)  # refuses what is not supported
         if role is KVConnectorRole.SCHEDULER:
             host_blocks = self._num_host_blocks()
@@ -173,7 +182,8 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             try:
                 params = KVTransferParams.from_dict(request.kv_transfer_params)
                 params = _for_samples(params, request.request_id)
-                info = RequestInfo(request.request_id, request.num_prompt_tokens, params)
+                content = cache(partial(self._content, request))
+                info = RequestInfo(request.request_id, request.num_prompt_tokens, params, content)
                 self._side.get_num_new_matched_tokens(info, 0)
             except ConfigError as error:
                 # A bad request must not stop the engine.

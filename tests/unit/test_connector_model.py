@@ -34,6 +34,8 @@ GAP_S = 2.0  # all longer ones are pauses of an engine's process
 FAULTY = st.sampled_from(["P", "D"])
 RANK = st.integers(0, 1)
 PICK = st.integers(0, 1 << 16)
+NUMBERS = st.sampled_from([(1, 0), (1, 1), (1, 2), (1, 4), (2, 1), (3, 0), (2, 3)])
+"""Samples that a producer computes, and readers that a router announces."""
 
 
 class PoisoningEngine(ToyEngine):
@@ -491,10 +493,9 @@ class LeaseMachine(RuleBasedStateMachine):
     @initialize(
         mode=st.sampled_from(["pull", "push"]),
         tp=st.sampled_from([1, 2]),
-        num_samples=st.integers(1, 3),
-        num_readers=st.integers(0, 4),
+        numbers=NUMBERS,
     )
-    def begin_world(self, mode, tp, num_samples, num_readers):
+    def begin_world(self, mode, tp, numbers):
         self.world = PoisoningWorld(
             mode, lease_duration=LEASE_S, heartbeat_interval=BEAT_S, transfer_timeout=1e6
         )
@@ -503,7 +504,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.options = {"D": {"tp": tp, "axes": "BKNHD"}, "E": {"tp": 3 - tp, "block_size": 8}}
         for role in "DE":
             self.begin_engine(role)
-        self.begin_lease(num_samples, num_readers)
+        self.begin_lease(numbers)
 
     def begin_engine(self, role):
         engine = self.world.engine(role, MODEL, num_blocks=64, **self.options[role])
@@ -532,14 +533,14 @@ class LeaseMachine(RuleBasedStateMachine):
             told["sibling_group"] = name
             sample_name = f"{name}.{sample}" if sample else name
             params = self.world.engines["P"].prefill(sample_name, 7, 4, **told)
-        self.world.quiet()
+            self.world.quiet()
         self.name = name
         return params
 
     @precondition(lambda self: not self.is_alive)
-    @rule(num_samples=st.integers(1, 3), num_readers=st.integers(0, 4))
-    def begin_lease(self, num_samples, num_readers):
-        self.params = self.hand_over(num_samples, num_readers)
+    @rule(numbers=NUMBERS)
+    def begin_lease(self, numbers):
+        self.params = self.hand_over(*numbers)
 
     # ---- readers: their deadline while they are attached, None when they are done
 
