@@ -35,13 +35,13 @@ AXES = ("layer", "kv", "head", "token", "dim")
 """One pattern block for each, in this order."""
 NUM_BLOCKS = 2 * len(AXES)
 """Of a scratch cache: the pattern, and as many blocks to read it into."""
-_MAX_BYTES = 8 << 20
+_MAX_BYTES = 4 << 20
 _MAX_STEP = 4096
 _MODULUS = 251
 
 
 def make_scratch(cache: KVCache) -> KVCache | None:
-    """Return a scratch cache, with the pattern, of at most 8 MiB: if need be of some layers.
+    """Return a scratch cache, with the pattern, of at most 4 MiB: if need be of some layers.
 
     None if even one layer is larger.
     """
