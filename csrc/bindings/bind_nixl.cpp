@@ -194,7 +194,7 @@ using PyRequest = Released<XferRequest>;
 using Indices = std::span<const std::int32_t>;
 using Message = std::optional<Bytes>;
 using Blobs = std::vector<Bytes>;
-using NoGil = py::call_guard<py::gil_scoped_release>;
+using NoGil = py::call_guard<GilRelease>;
 
 std::vector<std::string> strings_of(Blobs blobs) {
     std::vector<std::string> strings;

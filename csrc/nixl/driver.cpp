@@ -88,6 +88,11 @@ std::unique_ptr<transfer::Registered> NixlDriver::register_memory(
     std::span<const transfer::Span> spans) {
     std::map<Memory, std::vector<Descriptor>> by_memory;
     for (const transfer::Span& span : spans) {
+        if (span.is_read_only) {
+            throw Error("RegistrationError",
+                        text(span.row.str(), " is read-only, and NIXL would let peers write to it;"
+                                             " use a UcxAgent, or a copy in writable memory"));
+        }
         by_memory[span.memory].push_back(span.row);
     }
     auto registered = std::make_unique<NixlRegistered>();
@@ -110,8 +115,8 @@ std::string NixlDriver::metadata() {
     return agent_->local_metadata();
 }
 
-std::unique_ptr<transfer::Connection> NixlDriver::connect(const std::string& name,
-                                                          std::string_view metadata) {
+std::unique_ptr<transfer::Connection> NixlDriver::connect(
+    const std::string& name, std::string_view metadata, std::optional<pid_t> /*process*/) {
     const std::string loaded = agent_->load_remote_metadata(metadata);
     auto connection = std::make_unique<NixlConnection>(agent_, loaded);
     if (loaded != name) {

@@ -28,7 +28,11 @@ class MemoryMap {
         Descriptor row;
         Memory memory;
         Owner owner;
+<<<<<<< HEAD
         std::uint32_t index;  ///< of the span among those of its owner
+=======
+        bool is_read_only = false;
+>>>>>>> native
     };
 
     /// @throws Error("AlreadyRegisteredError") when the row overlaps a span that is there, or
@@ -88,8 +92,10 @@ class MemoryMap {
 
     /// Check that every row lies wholly inside one span, all of one memory kind.
     /// @param whose how to name the address space in an error, for example "of peer 'p0'"
+    /// @param is_written whether the rows are to be written, which read-only spans refuse
     /// @throws Error("NotRegisteredError") naming the row's index, range and nearest span
-    [[nodiscard]] Cover cover(std::span<const Descriptor> rows, const std::string& whose) const;
+    [[nodiscard]] Cover cover(std::span<const Descriptor> rows, const std::string& whose,
+                              bool is_written = false) const;
 
   private:
     // Host and device memory share one virtual address space, so the memory kind is not part of the
