@@ -731,6 +731,15 @@ def test_registrations_are_counted(ours):
         agent.deregister_memory(second)
     with pytest.raises(ours.bindings.nixlNotFoundError):
         agent.prep_xfer_dlist("", first.trim())
+    row = tuples(area, [0])[0]
+    twice = agent.register_memory([(*row, "")] * 2, "DRAM")
+    agent.deregister_memory(first)
+    with pytest.raises(ours.bindings.nixlNotFoundError, match="is not registered"):
+        agent.deregister_memory(twice)  # all or none
+    agent.prep_xfer_dlist("", [row], "DRAM").release()
+    agent.deregister_memory(first)
+    with pytest.raises(ours.bindings.nixlNotFoundError):
+        agent.prep_xfer_dlist("", [row], "DRAM")
 
 
 def test_registering_is_all_or_none(ours):
