@@ -259,10 +259,12 @@ def _read_array(name: str, array: Any) -> _Array:  # noqa: ANN401
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return _read_tensor(name, array)
-    interface = getattr(array, "__array_interface__", None)
+    on_device = hasattr(array, "__cuda_array_interface__")
+    interface = getattr(array, "__cuda_array_interface__" if on_device else "__array_interface__", 0)
     if not isinstance(interface, Mapping):
         raise LayoutError(
-            f"tensor {name!r} is a {type(array).__name__}; expected a torch tensor or a numpy array"
+            f"tensor {name!r} is a {type(array).__name__}; expected a torch tensor or an array of "
+            "numpy or of CUDA memory"
         )
     dtype = np.dtype(interface["typestr"])
     if dtype.hasobject:
@@ -285,8 +287,9 @@ def _read_array(name: str, array: Any) -> _Array:  # noqa: ANN401
         strides=tuple(strides),
         element_bytes=dtype.itemsize,
         dtype=dtype.name if dtype.isnative else dtype.str,
-        memory=MemoryType.DRAM,
-        device=0,
+        memory=MemoryType.VRAM if on_device else MemoryType.DRAM,
+        # The interface does not name the device; registering checks it.
+        device=array.__dlpack_device__()[1] if hasattr(array, "__dlpack_device__") and on_device else 0,
         storage=id(storage),
         owner=array,
     )

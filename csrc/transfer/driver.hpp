@@ -67,6 +67,8 @@ struct IndexPairs {
 
 class Driver : public Polymorphic {
   public:
+    /// Called before a peer with device memory is connected.
+    virtual void expect_device_memory() {}
     [[nodiscard]] virtual std::unique_ptr<Registered> register_memory(
         std::span<const Span> spans) = 0;
     /// What a peer must load to reach the memory registered now.

@@ -21,6 +21,7 @@ class UcxDriver final : public transfer::Driver {
               capi::ErrorMode errors = capi::kErrorPeer);
     ~UcxDriver() override { server_.close(); }
 
+    void expect_device_memory() override;
     std::unique_ptr<transfer::Registered> register_memory(
         std::span<const transfer::Span> spans) override;
     std::string metadata() override;
@@ -37,6 +38,7 @@ class UcxDriver final : public transfer::Driver {
     bool arm() override;
 
   private:
+    void stay_on_device();
     void on_message(std::string_view header, std::string_view data);
 
     const std::shared_ptr<Context> context_;
@@ -44,6 +46,8 @@ class UcxDriver final : public transfer::Driver {
     const capi::ErrorMode errors_;
     const std::shared_ptr<LocalRegions> regions_;
     const std::shared_ptr<AmRmaXfers> xfers_ = std::make_shared<AmRmaXfers>();
+    /// Of the agent's thread, from the first device memory on.
+    transfer::DeviceContexts::Scope device_;
     std::vector<transfer::Notification> inbox_;
     std::optional<Error> receive_error_;
     // After the members that its callbacks write to, so that it is destroyed first.
