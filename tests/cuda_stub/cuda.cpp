@@ -9,7 +9,8 @@
 /// CUDA 12.9), or the public report named.
 ///
 /// Environment: CUDA_STUB_DEVICES, number of cards (default 2); CUDA_VISIBLE_DEVICES as for CUDA;
-/// CUDA_STUB_VERSION, the driver's version (default 12090); CUDA_STUB_INIT_ERROR, cuInit's result.
+/// CUDA_STUB_VERSION, the driver's version (default 12090); CUDA_STUB_INIT_ERROR, cuInit's result;
+/// CUDA_STUB_DEAF_TO, part of the name of a library whose changes of the context have no effect.
 
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -177,6 +178,14 @@ Result check_context() {
         return kInvalidContext;
     }
     return current()->retained > 0 ? kSuccess : kContextIsDestroyed;
+}
+
+/// Whether a call comes from the library that the environment names.
+bool is_deaf_to(void* caller) {
+    static const char* const name = std::getenv("CUDA_STUB_DEAF_TO");
+    Dl_info info{};
+    return name != nullptr && ::dladdr(caller, &info) != 0 &&
+           std::strstr(info.dli_fname, name) != nullptr;
 }
 
 #define REQUIRE(condition, error) \
@@ -620,11 +629,13 @@ Result cuCtxGetCurrent(void** context) {
 Result cuCtxPushCurrent_v2(void* context) {
     REQUIRE(driver().is_initialized, kNotInitialized);
     REQUIRE(context != nullptr, kInvalidContext);
+    REQUIRE(!is_deaf_to(__builtin_return_address(0)), kSuccess);
     stack.push_back(static_cast<Context*>(context));
     return kSuccess;
 }
 
 Result cuCtxPopCurrent_v2(void** context) {
+    REQUIRE(!is_deaf_to(__builtin_return_address(0)), kSuccess);
     REQUIRE(!stack.empty(), kInvalidContext);
     if (context != nullptr) {
         *context = stack.back();
