@@ -67,7 +67,7 @@ test: build $(VENV)/.test-deps  ## all tests that need no accelerator; none may 
 	$(call ctest,$(PRESET))
 	$(PY) -m pytest --junitxml=build/pytest.xml
 	$(CUDA_STUB) $(PY) -m pytest tests/cuda --junitxml=build/pytest-cuda.xml
-	$(PY) .ci/check_layers.py build/pytest.xml
+	$(PY) .ci/check_layers.py build/pytest.xml build/pytest-cuda.xml
 
 WHEEL_PYTHONS ?= 3.10 3.11 3.12 3.13
 WHEEL_PY := .venv-wheel/bin/python

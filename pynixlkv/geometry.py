@@ -260,7 +260,8 @@ def _read_array(name: str, array: Any) -> _Array:  # noqa: ANN401
     if torch is not None and isinstance(array, torch.Tensor):
         return _read_tensor(name, array)
     on_device = hasattr(array, "__cuda_array_interface__")
-    interface = getattr(array, "__cuda_array_interface__" if on_device else "__array_interface__", 0)
+    face = "__cuda_array_interface__" if on_device else "__array_interface__"
+    interface = getattr(array, face, None)
     if not isinstance(interface, Mapping):
         raise LayoutError(
             f"tensor {name!r} is a {type(array).__name__}; expected a torch tensor or an array of "
@@ -288,8 +289,8 @@ def _read_array(name: str, array: Any) -> _Array:  # noqa: ANN401
         element_bytes=dtype.itemsize,
         dtype=dtype.name if dtype.isnative else dtype.str,
         memory=MemoryType.VRAM if on_device else MemoryType.DRAM,
-        # The interface does not name the device; registering checks it.
-        device=array.__dlpack_device__()[1] if hasattr(array, "__dlpack_device__") and on_device else 0,
+        # CUDA's interface does not name the device; agents check what is registered.
+        device=getattr(array, "__dlpack_device__", lambda: (0, 0))()[1] if on_device else 0,
         storage=id(storage),
         owner=array,
     )

@@ -24,7 +24,9 @@ LEFT_OUT = {
     if importlib.util.find_spec(module) is None
 }
 if "cuda_stub" not in os.environ.get("LD_LIBRARY_PATH", ""):
-    LEFT_OUT["cuda"] = "tests/cuda not collected: needs the driver of tests/cuda_stub; run make test"
+    LEFT_OUT["cuda"] = (
+        "tests/cuda not collected: needs the driver of tests/cuda_stub; run make test"
+    )
 
 
 def pytest_ignore_collect(collection_path):

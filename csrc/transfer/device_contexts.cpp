@@ -118,12 +118,31 @@ const CudaDriver* CudaDriver::get() {
     return opened.driver ? &*opened.driver : nullptr;
 }
 
-DeviceContexts::~DeviceContexts() {
-    for (int device = 0; first_ != nullptr && device < kMaxDevices; ++device) {
-        if (contexts_[static_cast<std::size_t>(device)] != nullptr) {
+void DeviceContexts::release() noexcept {
+    const std::lock_guard lock(mutex_);
+    if (first_.exchange(nullptr) == nullptr) {
+        return;
+    }
+    for (int device = 0; device < kMaxDevices; ++device) {
+        if (contexts_[static_cast<std::size_t>(device)].exchange(nullptr) != nullptr) {
             (void)CudaDriver::get()->release(device);
         }
     }
+}
+
+bool DeviceContexts::is_shareable(std::uint64_t address) {
+    constexpr int kContext = 1;
+    constexpr int kAllowedHandleTypes = 14;
+    const CudaDriver* driver = CudaDriver::get();
+    if (driver == nullptr) {
+        return true;
+    }
+    // Memory of cuMemAlloc belongs to a context. Other memory must have been made to be exported.
+    void* context = nullptr;
+    std::uint64_t handle_types = 0;
+    return driver->get_attribute(&context, kContext, address) != 0 || context != nullptr ||
+           driver->get_attribute(&handle_types, kAllowedHandleTypes, address) != 0 ||
+           handle_types != 0;
 }
 
 DeviceContexts::Scope::~Scope() {
@@ -156,16 +175,15 @@ std::pair<int, DeviceContexts::Scope> DeviceContexts::enter_for(const Descriptor
     const int device = device_of(*driver, row.address);
     const int last = device_of(*driver, row.address + row.length - 1);
     if (device < 0 || last != device) {
-        throw Error("RegistrationError",
-                    text(row.str(), " is not memory of one GPU: the CUDA driver ",
-                         driver->version(), " finds ",
-                         device < 0 ? "none at its first byte" : "another end",
-                         "; was it freed, or put to sleep?"));
+        throw Error(
+            "RegistrationError",
+            text(row.str(), " is not memory of one GPU: the CUDA driver ", driver->version(),
+                 " finds ", device < 0 ? "none at its first byte" : "another end",
+                 "; was it freed, or put to sleep?"));
     }
     if (is_device_known && row.device != static_cast<std::uint64_t>(device)) {
-        throw Error("RegistrationError", text(row.str(), " is memory of GPU ", device,
-                                              ", not of ", row.device,
-                                              ", as this process numbers its GPUs"));
+        throw Error("RegistrationError", text(row.str(), " is memory of GPU ", device, ", not of ",
+                                              row.device, ", as this process numbers its GPUs"));
     }
     driver->check(driver->push(retain(*driver, device)), "cuCtxPushCurrent", device);
     return {device, Scope(driver)};

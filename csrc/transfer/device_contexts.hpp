@@ -23,7 +23,7 @@ class DeviceContexts {
     DeviceContexts() = default;
     DeviceContexts(const DeviceContexts&) = delete;
     DeviceContexts& operator=(const DeviceContexts&) = delete;
-    ~DeviceContexts();
+    ~DeviceContexts() { release(); }
 
     /// Keeps a context current on this thread, and then leaves the thread as it was.
     class Scope {
@@ -56,6 +56,12 @@ class DeviceContexts {
     [[nodiscard]] Scope enter(int device) const noexcept;
     /// Enter any retained context, unless this thread has a context.
     [[nodiscard]] Scope enter() const noexcept;
+
+    /// Release what was retained. No scope of this object may be open.
+    void release() noexcept;
+
+    /// Whether other processes can be given access to device memory; true for other memory.
+    [[nodiscard]] static bool is_shareable(std::uint64_t address);
 
   private:
     void* retain(const CudaDriver& driver, int device);

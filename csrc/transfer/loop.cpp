@@ -450,8 +450,7 @@ void Loop::pause(bool busy) {
     } else if (quiet_for < kLinger) {
         nap = kNapWithWork;
     } else {
-        const bool is_woken =
-            !driver_->needs_polling() && (all_wake_ || driver_->event_fd() >= 0);
+        const bool is_woken = !driver_->needs_polling() && (all_wake_ || driver_->event_fd() >= 0);
         nap = is_woken ? kSleepUntilWoken : kSleep;
     }
     sleep(nap);

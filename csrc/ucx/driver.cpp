@@ -81,9 +81,8 @@ class OneSidedXfer final : public UcxXfer {
         : UcxXfer(connection, local_regions, op, rows),
           // UCX 1.23 also names pointers to device memory of a peer.
           may_copy_(rows.local_memory == Memory::kDram && rows.remote_memory == Memory::kDram),
-          device_(rows.local_memory == Memory::kVram
-                      ? static_cast<int>(rows.local.front().device)
-                      : -1) {}
+          device_(rows.local_memory == Memory::kVram ? static_cast<int>(rows.local.front().device)
+                                                     : -1) {}
 
     void post() override {
         issue();
@@ -196,8 +195,8 @@ bool UcxDriver::arm() {
 }
 
 void UcxDriver::stay_on_device() {
-    if (!device_) {
-        device_ = context_->devices().enter();
+    if (!device_.scope) {
+        device_.scope = device_.contexts.enter();
     }
 }
 

@@ -46,8 +46,17 @@ class UcxDriver final : public transfer::Driver {
     const capi::ErrorMode errors_;
     const std::shared_ptr<LocalRegions> regions_;
     const std::shared_ptr<AmRmaXfers> xfers_ = std::make_shared<AmRmaXfers>();
-    /// Of the agent's thread, from the first device memory on.
-    transfer::DeviceContexts::Scope device_;
+    /// From the first device memory on, until the worker, which is declared later, has gone.
+    struct OnDevice {
+        explicit OnDevice(transfer::DeviceContexts& all) : contexts(all) {}
+        ~OnDevice() {
+            scope = {};
+            contexts.release();
+        }
+        transfer::DeviceContexts& contexts;
+        transfer::DeviceContexts::Scope scope;
+    };
+    OnDevice device_{context_->devices()};
     std::vector<transfer::Notification> inbox_;
     std::optional<Error> receive_error_;
     // After the members that its callbacks write to, so that it is destroyed first.

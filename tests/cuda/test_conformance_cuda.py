@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from cuda_memory import DevicePool, VmmPool
+from cuda_memory import DevicePool
 
 from pynixlkv.nixl import NixlAgent
 from pynixlkv.testing.conformance import WAIT_S, AgentConformance, HungPeerConformance
@@ -70,4 +70,6 @@ class TestNixl(_OnCards, AgentConformance):
 class TestNixlThroughTheHost(_OnCards, HungPeerConformance):
     """Between hosts without RDMA."""
 
-    make = staticmethod(functools.partial(NixlAgent, backend_params={"engine_config": "TLS=^cuda_ipc"}))
+    make = staticmethod(
+        functools.partial(NixlAgent, backend_params={"engine_config": "TLS=^cuda_ipc"})
+    )

@@ -1,8 +1,5 @@
 """Contexts, devices and drivers: what an agent does with them, and leaves alone."""
 
-import functools
-import os
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -19,16 +16,11 @@ from cuda_memory import (
     driver,
 )
 
-from pynixlkv.errors import (
-    NativeError,
-    PynixlkvError,
-    RegistrationError,
-    RegistrationInUseError,
-    TransferTimeout,
-)
+from pynixlkv.errors import RegistrationError, RegistrationInUseError, TransferTimeout
 from pynixlkv.nixl import NixlAgent
 from pynixlkv.plan import TransferPlan
 from pynixlkv.testing.conformance import WAIT_S
+from pynixlkv.testing.process import RunError
 from pynixlkv.testing.remote import Pool, ProcessRemote
 from pynixlkv.types import MemorySpan, MemoryType
 from pynixlkv.ucx import UcxAgent
@@ -96,31 +88,26 @@ def test_what_an_agent_retains_it_releases_at_close(make, connect):
     check_both_ways(agent, pool, peer, remote)
     assert count("retained") >= before + 2
     assert agent.close(WAIT_S)
-    del agent, peer
     assert count("retained") == before
 
 
-def move_without_contexts(channel, make):
-    """Do what `check_both_ways` does; in this process the driver ignores our contexts."""
+def move(channel, make):
+    """Do what `check_both_ways` does."""
     pool = DevicePool()
-    agent = make("without")
     remote = ProcessRemote(make, make_pool=DevicePool)
-    channel.connection.send(("remote", remote._host.process.pid))
-    agent.register(pool.cache)
-    peer = agent.connect(remote.hello())
-    remote.connect(agent.hello(pool.cache))
-    check_both_ways(agent, pool, peer, remote)
-    agent.close()
+    with make("local") as agent:
+        agent.register(pool.cache)
+        peer = agent.connect(remote.hello())
+        check_both_ways(agent, pool, peer, remote)
     remote.close()
 
 
 @BACKENDS
-def test_without_the_contexts_device_memory_does_not_move(make, start_peer):
-    peer = start_peer(move_without_contexts, make, env={"CUDA_STUB_DEAF_TO": "pynixlkv/_native"})
-    with pytest.raises((EOFError, PynixlkvError, Exception)):
-        while True:
-            peer.receive(WAIT_S)
-    assert peer.process.wait(WAIT_S) != 0
+def test_device_memory_moves_only_with_our_contexts(make, start_peer):
+    start_peer(move, make, env={"CUDA_STUB_DEAF_TO": "of no library"}).finish()
+    without = start_peer(move, make, env={"CUDA_STUB_DEAF_TO": "/_native."})
+    with pytest.raises(RunError):
+        without.finish()
 
 
 # ---- devices
@@ -137,10 +124,14 @@ def test_cards_of_one_agent_and_unlike_cards(make, connect):
 
 @BACKENDS
 @pytest.mark.parametrize("make_pool", [VmmPool, PrivateVmmPool])
-def test_memory_of_the_vmm_functions(make, make_pool, connect):
+def test_memory_of_the_vmm_functions_moves_and_is_named_if_it_is_slow(
+    make, make_pool, connect, caplog
+):
     pool = make_pool()
     agent, remote, peer = connect(make, pool, make_pool)
     check_both_ways(agent, pool, peer, remote)
+    is_named = "expandable_segments" in caplog.text
+    assert is_named is not make_pool.shareable
 
 
 @BACKENDS

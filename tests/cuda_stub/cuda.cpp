@@ -194,10 +194,9 @@ bool is_deaf_to(void* caller) {
             return (error);       \
         }                         \
     } while (false)
-#define REQUIRE_CONTEXT()                                         \
-    do {                                                          \
-        if (const Result without = check_context(); without != 0) \
-            return without;                                       \
+#define REQUIRE_CONTEXT()                                                         \
+    do {                                                                          \
+        if (const Result without = check_context(); without != 0) return without; \
     } while (false)
 
 bool is_device(int device) {
@@ -409,7 +408,8 @@ Result attribute_of(const Range& range, Address base, int attribute, void* value
         case 9:  // DEVICE_ORDINAL
             *static_cast<int*>(value) = range.device;
             return kSuccess;
-        case 10:  // IS_LEGACY_CUDA_IPC_CAPABLE; [M] cuIpcGetMemHandle takes memory of cuMemAlloc only
+        case 10:  // IS_LEGACY_CUDA_IPC_CAPABLE; [M] cuIpcGetMemHandle takes memory of cuMemAlloc
+                  // only
             *static_cast<int*>(value) = range.is_vmm || !range.handle.empty() ? 0 : 1;
             return kSuccess;
         case 11:  // RANGE_START_ADDR
@@ -738,8 +738,8 @@ Result cuPointerGetAttribute(void* value, int attribute, Address address) {
     return attribute_of(*range, base, attribute, value);
 }
 
-/// [U] Unlike cuPointerGetAttribute, "this function will not return an error when the ptr ... is not
-/// valid", but fill the attributes with zero.
+/// [U] Unlike cuPointerGetAttribute, "this function will not return an error when the ptr ... is
+/// not valid", but fill the attributes with zero.
 Result cuPointerGetAttributes(unsigned count, int* attributes, void** values, Address address) {
     const Lock lock = locked();
     REQUIRE(driver().is_initialized, kNotInitialized);
@@ -996,17 +996,16 @@ Result cuMemExportToShareableHandle(void* made, unsigned long long handle, int t
 Result cuMemImportFromShareableHandle(unsigned long long* handle, void* shared, int type) {
     const Lock lock = locked();
     REQUIRE(type == kPosixFd, kNotSupported);
-    const int fd = ::fcntl(static_cast<int>(reinterpret_cast<std::intptr_t>(shared)),
-                           F_DUPFD_CLOEXEC, 0);
+    const int fd =
+        ::fcntl(static_cast<int>(reinterpret_cast<std::intptr_t>(shared)), F_DUPFD_CLOEXEC, 0);
     const off_t size = ::lseek(fd, 0, SEEK_END);
     REQUIRE(fd >= 0 && size > 0, kInvalidValue);
-    *handle =
-        add_handle(std::make_shared<Memory>(fd, static_cast<std::size_t>(size), 0, kPosixFd));
+    *handle = add_handle(std::make_shared<Memory>(fd, static_cast<std::size_t>(size), 0, kPosixFd));
     return kSuccess;
 }
 
-#define NOT_SUPPORTED(name)  \
-    Result name() {          \
+#define NOT_SUPPORTED(name)   \
+    Result name() {           \
         return kNotSupported; \
     }
 NOT_SUPPORTED(cuMemPoolDestroy)
