@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import numpy as np
 
 from pynixlkv._closeable import Closeable
+from pynixlkv._limits import check_reserve
 from pynixlkv._secret import check_secret
 from pynixlkv.errors import (
     ClosedError,
@@ -262,6 +263,7 @@ class Agent(Closeable, ABC):
         NativeError
             If the library refuses the metadata.
         """
+        check_reserve("a connection")
         body = Hello.unseal(hello, self._secret)
         self._check_compatible(body)
         rows, kinds = _span_arrays(body.spans)

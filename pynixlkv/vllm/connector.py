@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-import torch
+import msgspec
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -18,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from pynixlkv import __version__
 from pynixlkv.connector.metadata import (
     ConnectorMetadata,
     KVTransferParams,
@@ -31,6 +31,8 @@ from pynixlkv.connector.worker import ConnectorWorker
 from pynixlkv.errors import ConfigError, LibraryVersionError
 from pynixlkv.handshake import Handshake
 from pynixlkv.vllm.caches import ParallelPlace, group_specs, kv_cache, layer_number
+from pynixlkv.vllm.content import content_digest
+from pynixlkv.vllm.facts import compatibility, fp8_format
 from pynixlkv.vllm.host import BlockCopy, work_so_far
 from pynixlkv.vllm.options import Options
 from pynixlkv.vllm.stats import PyNixlKVPromMetrics, PyNixlKVStats
@@ -38,6 +40,7 @@ from pynixlkv.vllm.stats import PyNixlKVPromMetrics, PyNixlKVStats
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
@@ -59,6 +62,9 @@ _log = logging.getLogger(__name__)
 
 _TESTED = ((0, 32),)
 """Releases of vLLM that this connector is tested with."""
+
+_SAMPLE = re.compile(r"\d+_(.+)", re.DOTALL)
+"""The id that vLLM gives each of several samples of one request: its number, and that one's id."""
 
 
 @dataclass
@@ -93,7 +99,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._options = Options.read(config.kv_connector_extra_config)
         self._engine_id = str(config.engine_id)
         self._dcp = vllm_config.parallel_config.decode_context_parallel_size
-        self._settings = self._options.connector_config(_compatibility(vllm_config))
+        self._settings = self._options.connector_config(compatibility(vllm_config))
         parallel = vllm_config.parallel_config
         self._parallel = ParallelSizes(
             pp=parallel.pipeline_parallel_size, tp=parallel.tensor_parallel_size, dcp=self._dcp
@@ -108,9 +114,18 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._failing: dict[str, str] = {}  # rejected requests for the next results
         self._copy: BlockCopy | None = None
         self._layer_numbers: dict[str, int] = {}
+        self._device: torch.device | None = None  # of the cache, once it is known
         self._is_step_begun = False
+        # Without both of its caches vLLM numbers images instead of identifying them.
+        features = vllm_config.model_config.multimodal_config
+        self._content = partial(
+            content_digest,
+            hash_features=features is not None
+            and features.mm_processor_cache_gb == 0
+            and not vllm_config.cache_config.enable_prefix_caching,
+        )
+        groups = group_specs(kv_cache_config, self._dcp)  # refuses what is not supported
         if role is KVConnectorRole.SCHEDULER:
-            groups = group_specs(kv_cache_config, self._dcp)
             host_blocks = self._num_host_blocks()
             self._scheduler = ConnectorScheduler(
                 self._engine_id,
@@ -167,7 +182,9 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if info is None:
             try:
                 params = KVTransferParams.from_dict(request.kv_transfer_params)
-                info = RequestInfo(request.request_id, request.num_prompt_tokens, params)
+                params = _for_samples(params, request.request_id)
+                content = cache(partial(self._content, request))
+                info = RequestInfo(request.request_id, request.num_prompt_tokens, params, content)
                 self._side.get_num_new_matched_tokens(info, 0)
             except ConfigError as error:
                 # A bad request must not stop the engine.
@@ -279,6 +296,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         rank = get_pp_group().rank_in_group, get_tensor_model_parallel_rank()
         if self._options.layerwise:
             self._layer_numbers = {name: layer_number(name) for name in kv_caches}
+        self._device = next(iter(kv_caches.values())).device
         parallel = self._vllm_config.parallel_config
         describe = partial(
             kv_cache,
@@ -289,7 +307,9 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 dcp=(rank[1] % self._dcp, self._dcp),
                 interleave=parallel.cp_kv_cache_interleave_size,
             ),
-            is_opaque=next(iter(kv_caches.values())).device.type == "cpu",
+            is_opaque=self._device.type == "cpu",
+            fp8_format=fp8_format(self._vllm_config.cache_config.cache_dtype),
+            backends=_backends(self._vllm_config, list(kv_caches)),
         )
         cache, block_table_index = describe(kv_caches)
         staging = None
@@ -363,7 +383,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._is_step_begun = True
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _StepMetadata)
-        self._loader.start_load_kv(metadata.connector, work_so_far())
+        self._loader.start_load_kv(metadata.connector, work_so_far(self._device))
         self._failing.update(metadata.rejected)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -384,7 +404,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _StepMetadata)
         if metadata.connector.reqs_to_save:
-            self._loader.save_kv_layer(number, work_so_far())
+            self._loader.save_kv_layer(number, work_so_far(self._device))
 
     def wait_for_save(self) -> None:
         """Do nothing: held blocks stay until they are reported as sent."""
@@ -448,6 +468,18 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None if model is None or model.use_mla else "LBHNC"
 
 
+def _for_samples(params: KVTransferParams, request_id: str) -> KVTransferParams:
+    """Say of a sample that it has siblings, which vLLM tells by the request's id alone."""
+    sample = _SAMPLE.fullmatch(request_id)
+    if sample is None:
+        return params
+    return msgspec.structs.replace(
+        params,
+        sibling_group=params.sibling_group or sample[1],
+        num_readers=params.num_readers if params.num_readers > 1 else 0,
+    )
+
+
 def _check_version(version: str) -> None:
     numbers = version.split(".")
     if tuple(int(n) if n.isdecimal() else -1 for n in numbers[:2]) not in _TESTED:
@@ -459,26 +491,10 @@ def _check_version(version: str) -> None:
         )
 
 
-def _compatibility(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return what two engines must agree on for their bytes to have the same meaning."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    facts: dict[str, object] = {
-        "vllm": vllm.__version__,
-        "pynixlkv": ".".join(__version__.split(".")[:2]),
-        "model": model.model,
-        "dtype": model.dtype,
-        "cache_dtype": cache.cache_dtype,
-        "kv_heads": model.get_total_num_kv_heads(),
-        "head_size": model.get_head_size(),
-        "layers": model.get_total_num_hidden_layers(),
-        "hybrid_kv_cache_manager": not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
-        "transfer_mode": vllm_config.kv_transfer_config.get_from_extra_config(
-            "transfer_mode", "pull"
-        ),
-    }
-    from vllm.platforms import current_platform
+def _backends(config: VllmConfig, layers: list[str]) -> dict[str, str]:
+    """Return the name of the attention backend of each layer."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-    if current_platform.is_cpu():
-        # The order inside a page depends on the instruction set of the kernels.
-        facts["cpu"] = torch.backends.cpu.get_cpu_capability()
-    return {name: str(value) for name, value in facts.items()}
+    found = get_layers_from_vllm_config(config, AttentionLayerBase, layers)
+    return {name: layer.get_attn_backend().get_name() for name, layer in found.items()}

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from pynixlkv.geometry import Geometry
 
 
-def work_so_far(device: torch.device) -> DeviceEvent | None:
+def work_so_far(device: torch.device | None) -> DeviceEvent | None:
     """Return an event after all work launched on a device's current stream; None for the CPU."""
-    if device.type == "cpu":
+    if device is None or device.type == "cpu":
         return None
     event: DeviceEvent = getattr(torch, device.type).current_stream(device).record_event()
     return event
