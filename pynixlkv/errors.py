@@ -18,6 +18,7 @@ __all__ = [
     "ClosedError",
     "CompatMismatch",
     "ConfigError",
+    "ContentMismatch",
     "DuplicatePeerError",
     "EngineIdMismatch",
     "ForkError",
@@ -86,6 +87,15 @@ class LayoutError(ConfigError):
 
 class PlanError(ConfigError):
     """Block tables that do not fit the plan, or geometries that cannot be planned together."""
+
+
+class ContentMismatch(ConfigError):
+    """A hand-off holds the KV of other content than the request's; nothing was loaded."""
+
+    expected: str = ""
+    """Digest of the request's content; empty if the request has fewer tokens."""
+    seen: str = ""
+    """Digest in the hand-off; empty if the hand-off has none."""
 
 
 class RegistrationError(ConfigError):

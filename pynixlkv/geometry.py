@@ -302,10 +302,13 @@ def _read_array(name: str, array: Any) -> _Array:  # noqa: ANN401
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return _read_tensor(name, array)
-    interface = getattr(array, "__array_interface__", None)
+    on_device = hasattr(array, "__cuda_array_interface__")
+    face = "__cuda_array_interface__" if on_device else "__array_interface__"
+    interface = getattr(array, face, None)
     if not isinstance(interface, Mapping):
         raise LayoutError(
-            f"tensor {name!r} is a {type(array).__name__}; expected a torch tensor or a numpy array"
+            f"tensor {name!r} is a {type(array).__name__}; expected a torch tensor or an array of "
+            "numpy or of CUDA memory"
         )
     dtype = getattr(array, "dtype", None)  # the string of a type of ml_dtypes does not name it
     if not isinstance(dtype, np.dtype):
@@ -333,8 +336,9 @@ def _read_array(name: str, array: Any) -> _Array:  # noqa: ANN401
         strides=tuple(strides),
         element_bytes=dtype.itemsize,
         dtype=dtype.str if dtype.str[0] == ">" else dtype.name,
-        memory=MemoryType.DRAM,
-        device=0,
+        memory=MemoryType.VRAM if on_device else MemoryType.DRAM,
+        # CUDA's interface does not name the device; agents check what is registered.
+        device=getattr(array, "__dlpack_device__", lambda: (0, 0))()[1] if on_device else 0,
         storage=id(storage),
         owner=array,
     )
@@ -706,38 +710,38 @@ class KVCache:
     ) -> Digest:
         """Compute digests of the bytes in some blocks, by layer, K or V, head and unit of tokens.
 
-        Equal contents have equal digests in any layout, block size, order of blocks and place in
-        the pool, and on any rank that holds them. Swapped tokens, heads, layers, or K and V differ.
+        Equal contents have equal digests in any layout, block size and place in the pool, and on
+        any rank. Swapped tokens, heads, layers, or K and V have different ones.
 
         Parameters
         ----------
         blocks : array_like of int, or mapping of str to array_like
-            Block table of one sequence, as for `TransferPlan.descriptors`; by group if the cache
-            has several. Groups without a table are left out. The caller holds the blocks meanwhile.
-        start : int or mapping of str to int
+            Block table of one sequence, which the caller holds; tables by group name if the cache
+            has several groups. Options may be mappings of group name, too.
+        start : int
             Token position of the first block.
-        num_tokens : int or mapping of str to int, optional
-            Valid tokens of the sequence, from position 0; later tokens do not count. By default
-            all that the blocks hold.
-        unit : int or mapping of str to int, optional
+        num_tokens : int, optional
+            Valid tokens of the sequence, from position 0; by default all that the blocks hold.
+        unit : int, optional
             Tokens per digest, by default those of a block. Both sides must use the same.
         units : sequence of int, optional
-            Numbers of the units to digest, by default all: unit i is the tokens from ``i * unit``
-            to ``(i + 1) * unit - 1``. See `pynixlkv.digest.sample_units`.
+            Units to digest, by default all; unit i begins at token ``i * unit``.
         layers, heads : sequence of int, optional
             Global layers and KV heads, by default all that are held.
         scopes : iterable of DigestScope, optional
-            All of the above but `blocks` and `start`, as `TransferPlan.digest_scopes` makes them.
+            All of this but `blocks` and `start`, as `TransferPlan.digest_scopes` makes them.
 
         Raises
         ------
         PlanError
-            If a block number is out of range, or what is wanted is not held in the blocks.
+            If a block number is out of range, or the blocks do not hold what is wanted.
+        NativeError
+            If device memory could not be copied.
 
         Notes
         -----
-        Safe from any thread; releases the GIL. Each byte is read once. Device memory is copied to
-        the host first, only the blocks that are digested, at most 64 MiB of a layer at a time.
+        Safe from any thread; releases the GIL. Device memory is copied to the host first, on
+        torch's current stream: the digested blocks only, at most 64 MiB at a time.
         """
         return digest_cache(
             self,

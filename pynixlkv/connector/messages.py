@@ -106,6 +106,8 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
     """The consumer asks for digests afterwards: its release ends the lease, not the `PushDone`."""
     reader_number: Number = 0
     num_readers: NumReaders = 1
+    content: str | None = None
+    """Digest of the consumer's prompt, if it has no hand-off to compare with."""
 
     @property
     def reader(self) -> Reader:

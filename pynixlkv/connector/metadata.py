@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -120,6 +120,8 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens per block of each table; left out if they are the blocks of its geometry."""
     remote_num_tokens: _Index | None = None
     """Tokens, from position 0 on, whose KV the producer holds."""
+    content: _Text | None = None
+    """Digest of what decides the KV of these tokens, see `RequestInfo.content`."""
     tp_size: _Size = 1
     pp_size: _Size = 1
     dcp_size: _Size = 1
@@ -223,6 +225,10 @@ class RequestInfo:
     """The engine's own id; the other side's may differ."""
     num_prompt_tokens: int
     params: KVTransferParams = field(default_factory=KVTransferParams)
+    content: Callable[[int], str] | None = None
+    """Returns a digest of all that decides the KV of the first n tokens of the prompt (tokens,
+    adapters, images), equal on both sides. A consumer that has one refuses a hand-off of other
+    content, or of none; without one nothing is checked."""
 
 
 @dataclass(frozen=True)
@@ -245,6 +251,8 @@ class ReqMeta:
     """Block tables in the host cache, where device memory is staged."""
     block_sizes: tuple[int, ...] = ()
     """Tokens per block of each table; empty if they are the geometry's blocks."""
+    content: str | None = None
+    """Digest of the whole prompt, to be compared where a push does not wait for the hand-off."""
 
 
 @dataclass

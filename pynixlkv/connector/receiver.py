@@ -487,6 +487,7 @@ class Receiver:
                 is_verified=request.verification is not None,
                 reader_number=request.reader.number,
                 num_readers=request.reader.num_readers,
+                content=meta.content,
             )
         data = messages.encode(message)
         for producer in list(request.pushing):

@@ -22,7 +22,7 @@ from pynixlkv.connector.metadata import (
     ReqMeta,
     RequestInfo,
 )
-from pynixlkv.errors import ConfigError, PoolExhausted
+from pynixlkv.errors import ConfigError, ContentMismatch, PoolExhausted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -136,6 +136,7 @@ class ConnectorScheduler:
                     f"{request.params.transfer_mode!r} mode, this engine in "
                     f"{self._config.transfer_mode!r} mode; use one transfer_mode on both sides"
                 )
+            _check_content(request)
             self._open[request.request_id] = _as_reader(request.params)
         return True
 
@@ -156,6 +157,8 @@ class ConnectorScheduler:
         ------
         ConfigError
             If the request's parameters do not fit this engine.
+        ContentMismatch
+            If the hand-off is of another prompt. It stays held for the right one.
         """
         if not request.params.do_remote_prefill or not self._is_open(request):
             return 0, False
@@ -207,7 +210,8 @@ class ConnectorScheduler:
                 f"request {request_id!r}: the host blocks that were free when "
                 "get_num_new_matched_tokens was called are not; schedule in the order of the calls"
             )
-        meta = replace(meta, remote=remote)
+        content = _prompt_content(request) if remote.lease is None else None
+        meta = replace(meta, remote=remote, content=content)
         del self._open[request_id]
         self._next.reqs_waiting.pop(request_id, None)
         self._receiving[request_id] = _Receiving(meta.host_blocks)
@@ -280,7 +284,7 @@ class ConnectorScheduler:
         remote = self._open.pop(request_id, None)
         if request_id in self._settled:
             self._settled.remove(request_id)
-        elif request.params.do_remote_prefill:
+        elif request.params.do_remote_prefill and (remote or _is_own(request)):
             # Rejected or aborted before anything was fetched.
             self._next.reqs_to_release[request_id] = remote or _as_reader(request.params)
         if not request.params.do_remote_decode:
@@ -308,10 +312,13 @@ class ConnectorScheduler:
         if self.address is None:
             raise ConfigError("the scheduler's address is not set; hand-offs need to name it")
         cut = self._cut(blocks, 0, num_tokens)
+        content = None if request.content is None else request.content(num_tokens)
         group = request.params.sibling_group
         first = None if group is None else self._first_samples.get(group)
-        if first is not None and self._held[first].meta.num_tokens == num_tokens:
-            return False, self._share(first, request).to_dict()
+        if first is not None:
+            held = self._held[first].params
+            if (held.remote_num_tokens, held.content) == (num_tokens, content):
+                return False, self._share(first, request).to_dict()
         if not self._slots.num_free:
             return self._not_held(request, "all leases of the producer are taken")
         staged = self._stage(cut)
@@ -320,6 +327,8 @@ class ConnectorScheduler:
             return self._not_held(request, "the producer's host blocks are all in use")
         num_readers = request.params.num_readers
         meta = replace(staged, lease=lease, num_readers=num_readers)
+        if self._config.transfer_mode == "push":
+            meta = replace(meta, content=_prompt_content(request))
         self._next.reqs_to_send[request.request_id] = meta
         params = KVTransferParams(
             do_remote_prefill=True,
@@ -331,6 +340,7 @@ class ConnectorScheduler:
             remote_starts=meta.starts,
             remote_block_sizes=meta.block_sizes,
             remote_num_tokens=num_tokens,
+            content=content,
             tp_size=self._parallel.tp,
             pp_size=self._parallel.pp,
             dcp_size=self._parallel.dcp,
@@ -373,7 +383,10 @@ class ConnectorScheduler:
             and self._config.transfer_mode == "push"
             and self._host_pool is None  # a staged request is sent when it is complete
         ):
-            self._next.reqs_to_save[request.request_id] = self._cut(blocks, 0, num_computed_tokens)
+            cut = self._cut(blocks, 0, num_computed_tokens)
+            self._next.reqs_to_save[request.request_id] = replace(
+                cut, content=_prompt_content(request)
+            )
 
     def request_preempted(self, request_id: str) -> None:
         """Note that the blocks of a running request have been taken away.
@@ -420,6 +433,38 @@ class ConnectorScheduler:
     def num_free_leases(self) -> int:
         """Requests that can be held in addition."""
         return self._slots.num_free
+
+
+def _check_content(request: RequestInfo) -> None:
+    """Refuse the hand-off of another prompt."""
+    params, size = request.params, request.num_prompt_tokens
+    if request.content is None or params.lease is None:
+        return  # without a lease the producer compares, when it is asked to push
+    count = params.remote_num_tokens or size
+    expected = request.content(count) if count <= size else ""
+    seen = params.content or ""
+    if not seen or seen != expected:
+        wanted = expected or f"at most {size} tokens"
+        raise ContentMismatch(
+            f"request {request.request_id!r}: the hand-off is of another prompt: the content of "
+            f"its {count} tokens is {seen or 'not named'}; expected {wanted}. Pass each answer of "
+            "the producer on with the prompt that it answers",
+            expected=expected,
+            seen=seen,
+        )
+
+
+def _prompt_content(request: RequestInfo) -> str | None:
+    return None if request.content is None else request.content(request.num_prompt_tokens)
+
+
+def _is_own(request: RequestInfo) -> bool:
+    """Whether the request is a reader of its hand-off."""
+    try:
+        _check_content(request)
+    except ContentMismatch:
+        return False
+    return True
 
 
 def _as_reader(remote: KVTransferParams) -> KVTransferParams:

@@ -255,7 +255,7 @@ class Sender:
         held = _Held(request_id, meta, meta.lease, meta.num_readers, deadline, event)
         self._held[request_id] = held
         for push in self._of(request_id, held.lease):
-            if not push.error:
+            if not push.error and self._is_for(push, meta):
                 self._attach(held, push.message.reader, now)
         for consumer, reader in self._early_releases.pop(request_id, ()):
             self._release(consumer, reader, now)
@@ -303,7 +303,7 @@ class Sender:
         try:
             if peer.name != agent:
                 raise HandshakeError(f"agent {agent!r} attached with the hello of {peer.name!r}")
-            theirs, _ = split(peer)
+            theirs = split(peer)[0]
             me, them = self._ctx.identity, message.consumer
             slices = tp_mapping.transfer_slices(
                 theirs, them.rank, them.parallel, self._ctx.cache, me.rank, me.parallel
@@ -454,6 +454,8 @@ class Sender:
         push = _Push(agent, consumer, message, now + wait)
         self._pushes[key] = push
         self._pushes_of[request_id].add(key)
+        if held is not None and not self._is_for(push, held.meta):
+            return
         reader = None if held is None else self._attach(held, message.reader, now)
         has_released = any(
             early == message.consumer and released.number == message.reader_number
@@ -628,8 +630,21 @@ class Sender:
         self._conclude(push, now)
         return 0.0
 
+    def _is_for(self, push: _Push, meta: ReqMeta) -> bool:
+        """Whether a push is of this prompt; otherwise stop it, and count it as no reader."""
+        wanted = push.message.content
+        if wanted is None or wanted == meta.content:
+            return True
+        self._past_readers.put(push.message.reader_number, None)
+        self._stop(
+            push,
+            f"request {push.message.request_id!r} is of another prompt: its content is "
+            f"{meta.content or 'not named'}; expected {wanted}",
+        )
+        return False
+
     def _try_write(self, push: _Push, meta: ReqMeta, layer: int | None) -> None:
-        if push.void:
+        if push.void or not self._is_for(push, meta):
             return  # older writes must not overwrite newer ones
         try:
             self._write(push, meta, layer)

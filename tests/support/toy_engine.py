@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
 POISON = 0xDEAD
 
 
+def content(prompt: int, num_tokens: int) -> str:
+    """Name what decides the KV of a prompt's first tokens."""
+    return f"prompt {prompt} up to {num_tokens}"
+
+
 class ToyWorker(ConnectorWorker):
     """Knows what its other threads have not finished."""
 
@@ -43,8 +49,8 @@ class ToyWorker(ConnectorWorker):
         self.unfinished: set[Future[object]] = set()
         super().__init__(*args, **options)  # type: ignore[arg-type]
 
-    def _start(self, executor: ThreadPoolExecutor, function: Callable[[], object]) -> Any:
-        future = super()._start(executor, function)
+    def _submit(self, executor: ThreadPoolExecutor, function: Callable[[], object]) -> Any:
+        future = super()._submit(executor, function)
         self.unfinished.add(future)
         future.add_done_callback(self.unfinished.discard)
         return future
@@ -259,7 +265,10 @@ class ToyEngine:
     ) -> dict[str, object] | None:
         """Compute a prompt and hand it over; the blocks are freed when the scheduler allows."""
         info = RequestInfo(
-            request_id, num_tokens, KVTransferParams.from_dict({"do_remote_decode": True, **params})
+            request_id,
+            num_tokens,
+            KVTransferParams.from_dict({"do_remote_decode": True, **params}),
+            partial(content, prompt),
         )
         blocks = self.allocate(num_tokens)
         for rank in self.ranks:
@@ -272,7 +281,8 @@ class ToyEngine:
 
     def begin(self, request_id: str, prompt: int, num_tokens: int) -> None:
         """Take a prompt that is computed in chunks, to be handed over."""
-        info = RequestInfo(request_id, num_tokens, KVTransferParams(do_remote_decode=True))
+        params = KVTransferParams(do_remote_decode=True)
+        info = RequestInfo(request_id, num_tokens, params, partial(content, prompt))
         self.requests[request_id] = ToyRequest(info, prompt, [])
 
     def compute(self, request_id: str, until: int) -> None:
@@ -305,7 +315,8 @@ class ToyEngine:
     # ---- consumer
 
     def arrive(self, request_id: str, prompt: int, num_tokens: int, params: object) -> RequestInfo:
-        info = RequestInfo(request_id, num_tokens, KVTransferParams.from_dict(params))  # type: ignore[arg-type]
+        made = KVTransferParams.from_dict(params)  # type: ignore[arg-type]
+        info = RequestInfo(request_id, num_tokens, made, partial(content, prompt))
         self.requests[request_id] = ToyRequest(info, prompt, [])
         self.scheduler.on_new_request(info)
         return info

@@ -18,10 +18,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from spoiled import SpoiledVerification
 from toy_engine import POISON, Model, ToyEngine
 from toy_world import FakeEvent, World
 
-from pynixlkv.connector import messages
+from pynixlkv.connector import messages, receiver
 from pynixlkv.connector.messages import ConsumerRank
 from pynixlkv.connector.metadata import EndState, Lease, ParallelSizes
 from pynixlkv.testing import FakeAgent
@@ -91,8 +92,11 @@ class KitMachine(RuleBasedStateMachine):
         tp=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]),
         block_sizes=st.sampled_from([(4, 4), (4, 8), (8, 4)]),
         longest_gap=st.sampled_from([math.inf, GAP_S]),
+        checksums=st.sampled_from(["all", "all", "sampled", "off"]),
+        num_spoiled=st.integers(0, 2),
     )
-    def begin_world(self, mode, tp, block_sizes, longest_gap):
+    def begin_world(self, mode, tp, block_sizes, longest_gap, checksums, num_spoiled):
+        SpoiledVerification.count = num_spoiled
         self.mode, self.longest_gap = mode, longest_gap
         self.world = PoisoningWorld(
             mode,
@@ -101,6 +105,7 @@ class KitMachine(RuleBasedStateMachine):
             transfer_timeout=TIMEOUT_S,
             max_leases=8,
             peer_ttl=300.0,
+            checksums=checksums,
         )
         self.options = {
             "P": {"tp": tp[0], "block_size": block_sizes[0], "axes": "KBHND"},
@@ -350,6 +355,10 @@ class KitMachine(RuleBasedStateMachine):
     @rule(role=FAULTY, rank=RANK, count=st.integers(1, 3))
     def lose(self, role, rank, count):
         self.world.network.drop_notifications(self.agent_of(role, rank), count)
+
+    @rule()
+    def spoil(self):
+        SpoiledVerification.count += 1
 
     @rule(role=FAULTY, rank=RANK)
     def pause(self, role, rank):
@@ -624,7 +633,8 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 @pytest.fixture(autouse=True)
-def no_log(caplog):
+def no_log(caplog, monkeypatch):
+    monkeypatch.setattr(receiver, "Verification", SpoiledVerification)
     caplog.set_level(logging.CRITICAL + 1, logger="pynixlkv")
 
 

@@ -154,9 +154,9 @@ def test_an_invented_lease_is_never_a_success():
         forged = {"d1": f"{slot}-{int(token, 16) - 2:x}", "d2": f"{slot}-{int(token, 16) + 2:x}"}
         forged["d3"] = f"99999999-{token}"
         for request_id, lease in forged.items():
-            decode.arrive(request_id, 7, 4, {**params, "lease": lease})
+            decode.arrive(request_id, 7, 13, {**params, "lease": lease})
             decode.schedule(request_id)
-        start(world, decode, params, request_id="d4", num_tokens=4)
+        start(world, decode, params, request_id="d4")
         world.until(received(world, "d4"))
         world.until(failed(world, "d3"))
         assert "99999999" in str(errors(world, "d3")[0])
