@@ -38,8 +38,13 @@ using PyRequest = Shared<Request>;
 /// Call a function under the lock of a worker, without the GIL.
 template <class Body>
 auto inside(const Worker& worker, Body&& body) {
+<<<<<<< HEAD
     const GilRelease unlocked;
     const auto lock = worker.enter();
+=======
+    const py::gil_scoped_release unlocked;
+    const auto entered = worker.enter();
+>>>>>>> cuda
     return body();
 }
 
@@ -122,8 +127,8 @@ void bind_memory(py::module_& m) {
                const py::object& keepalive) {
                 std::shared_ptr<void> kept = keep_alive(keepalive);
                 return PyMemory(without_gil([&] {
-                    return MemoryHandle::map(context.ptr(), address, length,
-                                             static_cast<capi::MemoryType>(memory),
+                    return MemoryHandle::map(context.ptr(), {address, length, 0},
+                                             static_cast<capi::MemoryType>(memory), false,
                                              std::move(kept));
                 }));
             },

@@ -481,7 +481,7 @@ void Loop::pause(bool busy) {
     } else if (quiet_for < kLinger) {
         nap = kNapWithWork;
     } else {
-        const bool is_woken = all_wake_ || driver_->event_fd() >= 0;
+        const bool is_woken = !driver_->needs_polling() && (all_wake_ || driver_->event_fd() >= 0);
         nap = is_woken ? kSleepUntilWoken : kSleep;
     }
     sleep(nap);
@@ -566,6 +566,10 @@ std::shared_ptr<Peer> Loop::connect(const std::string& name, const std::string& 
                                     const std::string& metadata, const std::vector<Span>& spans) {
     MemoryMap memory;
     memory.add(0, spans);
+    if (std::any_of(spans.begin(), spans.end(),
+                    [](const Span& span) { return span.memory == Memory::kVram; })) {
+        driver_->expect_device_memory();
+    }
     std::uint64_t generation = 1;
     if (const auto found = links_.find(name); found != links_.end()) {
         Link& old = *found->second;

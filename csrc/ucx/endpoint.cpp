@@ -20,8 +20,10 @@ constexpr auto kCloseDeadline = std::chrono::seconds(5);
 // Longest wait for a close that needs the peer.
 constexpr auto kAskedCloseDeadline = std::chrono::milliseconds(100);
 
-/// Transports that only send messages (`ucx_info -d` shows what each can).
-constexpr std::array<std::string_view, 3> kTwoSided{"tcp", "ud_verbs", "ud_mlx5"};
+/// Transports that only send messages, or reach device memory only (`ucx_info -d` shows what each
+/// can).
+constexpr std::array<std::string_view, 6> kTwoSided{"tcp",      "ud_verbs",  "ud_mlx5",
+                                                    "cuda_ipc", "cuda_copy", "gdr_copy"};
 constexpr std::size_t kMaxTransports = 64;  // UCP_MAX_LANES in src/ucp/core/ucp_types.h
 
 std::string padded(std::string_view bytes) {
@@ -128,7 +130,7 @@ void Endpoint::close() {
     if (handle_ == nullptr || !worker_->context()->process().is_here()) {
         return;
     }
-    const std::lock_guard lock(worker_->mutex());
+    const auto inside = worker_->enter();
     for (RemoteKey* key : keys_) {
         key->destroy();
     }
@@ -173,7 +175,7 @@ RemoteKey::~RemoteKey() {
     if (!endpoint_->worker()->context()->process().is_here()) {
         return;
     }
-    const std::lock_guard lock(endpoint_->worker()->mutex());
+    const auto inside = endpoint_->worker()->enter();
     endpoint_->keys_.erase(this);
     destroy();
 }
