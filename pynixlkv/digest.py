@@ -147,16 +147,14 @@ class Digest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         total = 0
         for here, there in zip(self.groups, other.groups, strict=True):
             differs = here.values != there.values
-            count = np.count_nonzero(differs)
-            if count:
-                total += count
+            if differs.any():
+                total += np.count_nonzero(differs)
                 texts.append(_summary(here.scope, differs))
                 mismatches.extend(_mismatches(here, there, differs))
         if total:
-            first = mismatches[0]
             raise KVCorruptError(
                 f"the KV differs from that of {f'peer {peer!r}' if peer else 'the other side'}: "
-                f"{'; '.join(texts)}; first {first}; see docs/guides/wrong-bytes.md",
+                f"{'; '.join(texts)}; first {mismatches[0]}; see docs/guides/wrong-bytes.md",
                 peer=peer,
                 mismatches=tuple(mismatches[:_SHOWN]),
                 num_mismatches=total,
@@ -277,6 +275,7 @@ def _digest_group(
         "layers": (scope.layers, group.layers),
         "heads": (scope.heads, group.heads),
         "has_values": ([scope.has_values], [group.has_values]),
+        "head_dim": ([region.dim.count for region in group.regions], [group.head_dim]),
     }
     for fact, (asked, held) in facts.items():
         if not set(asked) <= set(held):
@@ -298,7 +297,7 @@ def _digest_group(
         )
     kinds = {geometry.spans[region.span].memory for region in group.regions}
     if kinds == {MemoryType.DRAM}:
-        values = _native_digests(geometry, at, scope, table, start, scope.tokens)
+        values = geometry._native.digests(at, table, start, scope, scope.tokens)
     elif kinds == {MemoryType.VRAM}:
         values = _staged_digests(cache, group, scope, table, start)
     else:
@@ -307,29 +306,6 @@ def _digest_group(
             "need one kind, DRAM or VRAM"
         )
     return GroupDigest(scope, values.astype("<u8", copy=False).tobytes())
-
-
-def _native_digests(
-    geometry: Geometry,
-    group: int,
-    scope: DigestScope,
-    table: NDArray[np.int64],
-    start: int,
-    tokens: tuple[int, int],
-) -> NDArray[np.uint64]:
-    units, layers, heads = map(np.array, (scope.units, scope.layers, scope.heads))
-    return geometry._native.digests(
-        group=group,
-        blocks=table,
-        start=start,
-        tokens=tokens,
-        unit=scope.unit,
-        units=units,
-        layers=layers,
-        heads=heads,
-        num_kv=1 + scope.has_values,
-        turns=scope.turns,
-    )
 
 
 # ---- device memory
@@ -358,19 +334,17 @@ def _staged_digests(
                 min(scope.tokens[1], last + group.block_tokens),
             )
             # Sums of parts: units that a chunk cuts, or has nothing of, need no care.
-            values += _native_digests(geometry, 0, scope, staged, start, tokens)
+            values += geometry._native.digests(0, staged, start, scope, tokens)
     return values
 
 
 def _entries(group: Group, scope: DigestScope, num_entries: int, start: int) -> NDArray[np.int64]:
-    """Return the indices of the table's entries that hold tokens of a scope."""
-    first = np.array(scope.units, np.int64) * scope.unit
-    begins = np.maximum(first, scope.tokens[0]) - start
-    ends = np.minimum(first + scope.unit, scope.tokens[1]) - start
-    covered = np.zeros(num_entries + 1, np.int64)
-    np.add.at(covered, begins // group.block_tokens, 1)
-    np.add.at(covered, -(-ends // group.block_tokens), -1)
-    return np.flatnonzero(np.cumsum(covered)[:-1])
+    """Return the indices of the table's entries that hold tokens of a scope's units."""
+    first = start + group.block_tokens * np.arange(num_entries)
+    units = np.array(scope.units)
+    next_unit = units[np.searchsorted(units, first // scope.unit).clip(max=len(units) - 1)]
+    reached = (next_unit + 1) * scope.unit > first
+    return np.flatnonzero(reached & (next_unit * scope.unit < first + group.block_tokens))
 
 
 _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
@@ -418,13 +392,17 @@ def _copy_to_host(
 # ---- words of errors
 
 
-def _ranges(numbers: Sequence[int] | NDArray[np.int64]) -> str:
-    """Return ascending numbers in few words: "0-3, 7"."""
+def _ranges(numbers: Sequence[int] | NDArray[np.int64], scope: DigestScope | None = None) -> str:
+    """Return ascending numbers in few words: "0-3, 7"; with a scope, the tokens of these units."""
     array = np.asarray(numbers)
     cuts = np.flatnonzero(np.diff(array) != 1) + 1
-    runs = [run for run in np.split(array, cuts) if run.size]
-    shown = [str(run[0]) if run.size == 1 else f"{run[0]}-{run[-1]}" for run in runs[:8]]
-    return ", ".join(shown) + (", …" if len(runs) > 8 else "")
+    shown = []
+    for run in np.split(array, cuts[:9])[:8] if array.size else ():
+        first, last = int(run[0]), int(run[-1])
+        if scope is not None:
+            first, last = _tokens(scope, first).start, _tokens(scope, last).stop - 1
+        shown.append(str(first) if first == last else f"{first}-{last}")
+    return ", ".join(shown) + (", …" if len(cuts) > 7 else "")
 
 
 def _tokens(scope: DigestScope, unit: int) -> range:
@@ -434,32 +412,29 @@ def _tokens(scope: DigestScope, unit: int) -> range:
 
 def _summary(scope: DigestScope, differs: NDArray[np.bool_]) -> str:
     """Say which layers, heads and tokens differ; what is not among them is right."""
-    count = np.count_nonzero(differs)
-    layers, kv, heads, units = (
-        np.flatnonzero(differs.any(axis=tuple(axis for axis in range(4) if axis != kept)))
-        for kept in range(4)
-    )
-    spans = [_tokens(scope, scope.units[unit]) for unit in units.tolist()]
-    positions = np.concatenate([np.arange(s.start, s.stop) for s in spans[:64]])
-    words = [f"layers {_ranges(np.array(scope.layers)[layers])} of {_ranges(scope.layers)}"]
-    if scope.has_values:
-        words.append(" and ".join("KV"[i] for i in kv))
-    words.append(f"heads {_ranges(np.array(scope.heads)[heads])} of {_ranges(scope.heads)}")
-    words.append(f"tokens {_ranges(positions)}" + (", …" if len(spans) > 64 else ""))
-    return f"{count} of {differs.size} digests of group {scope.group!r} differ: {', '.join(words)}"
+    layers, kv, heads, units = (np.unique(indices) for indices in np.nonzero(differs))
+    words = [
+        f"{np.count_nonzero(differs)} of {differs.size} digests of group {scope.group!r} differ: ",
+        f"layers {_ranges(np.array(scope.layers)[layers])} of {_ranges(scope.layers)}, ",
+        f"{' and '.join('KV'[i] for i in kv)}, " if scope.has_values else "",
+        f"heads {_ranges(np.array(scope.heads)[heads])} of {_ranges(scope.heads)}, ",
+        f"tokens {_ranges(np.array(scope.units)[units], scope)}",
+    ]
+    return "".join(words)
 
 
 def _mismatches(
     here: GroupDigest, there: GroupDigest, differs: NDArray[np.bool_]
 ) -> Iterator[DigestMismatch]:
     scope = here.scope
-    for layer, kv, head, unit in np.argwhere(differs)[:_SHOWN].tolist():
+    for at in np.argwhere(differs)[:_SHOWN].tolist():
+        layer, kv, head, unit = at
         yield DigestMismatch(
-            group=scope.group,
-            layer=scope.layers[layer],
-            kv="KV"[kv] if scope.has_values else "",
-            head=scope.heads[head],
-            tokens=_tokens(scope, scope.units[unit]),
-            here=int(here.values[layer, kv, head, unit]),
-            there=int(there.values[layer, kv, head, unit]),
+            scope.group,
+            scope.layers[layer],
+            "KV"[kv] if scope.has_values else "",
+            scope.heads[head],
+            _tokens(scope, scope.units[unit]),
+            int(here.values[tuple(at)]),
+            int(there.values[tuple(at)]),
         )

@@ -706,38 +706,38 @@ class KVCache:
     ) -> Digest:
         """Compute digests of the bytes in some blocks, by layer, K or V, head and unit of tokens.
 
-        Equal contents have equal digests in any layout, block size, order of blocks and place in
-        the pool, and on any rank that holds them. Swapped tokens, heads, layers, or K and V differ.
+        Equal contents have equal digests in any layout, block size and place in the pool, and on
+        any rank. Swapped tokens, heads, layers, or K and V have different ones.
 
         Parameters
         ----------
         blocks : array_like of int, or mapping of str to array_like
-            Block table of one sequence, as for `TransferPlan.descriptors`; by group if the cache
-            has several. Groups without a table are left out. The caller holds the blocks meanwhile.
-        start : int or mapping of str to int
+            Block table of one sequence, which the caller holds; tables by group name if the cache
+            has several groups. Options may be mappings of group name, too.
+        start : int
             Token position of the first block.
-        num_tokens : int or mapping of str to int, optional
-            Valid tokens of the sequence, from position 0; later tokens do not count. By default
-            all that the blocks hold.
-        unit : int or mapping of str to int, optional
+        num_tokens : int, optional
+            Valid tokens of the sequence, from position 0; by default all that the blocks hold.
+        unit : int, optional
             Tokens per digest, by default those of a block. Both sides must use the same.
         units : sequence of int, optional
-            Numbers of the units to digest, by default all: unit i is the tokens from ``i * unit``
-            to ``(i + 1) * unit - 1``. See `pynixlkv.digest.sample_units`.
+            Units to digest, by default all; unit i begins at token ``i * unit``.
         layers, heads : sequence of int, optional
             Global layers and KV heads, by default all that are held.
         scopes : iterable of DigestScope, optional
-            All of the above but `blocks` and `start`, as `TransferPlan.digest_scopes` makes them.
+            All of this but `blocks` and `start`, as `TransferPlan.digest_scopes` makes them.
 
         Raises
         ------
         PlanError
-            If a block number is out of range, or what is wanted is not held in the blocks.
+            If a block number is out of range, or the blocks do not hold what is wanted.
+        NativeError
+            If device memory could not be copied.
 
         Notes
         -----
-        Safe from any thread; releases the GIL. Each byte is read once. Device memory is copied to
-        the host first, only the blocks that are digested, at most 64 MiB of a layer at a time.
+        Safe from any thread; releases the GIL. Device memory is copied to the host first, on
+        torch's current stream: the digested blocks only, at most 64 MiB at a time.
         """
         return digest_cache(
             self,

@@ -214,24 +214,34 @@ class TransferPlan:
         remote_start: int | Mapping[str, int] = 0,
     ) -> _native.kv.BlockTables:
         """Check block tables, given as for `descriptors`, and copy them for one transfer."""
+        return self._native.tables(
+            self._tables(local_blocks, remote_blocks, num_tokens, local_start, remote_start)
+        )
+
+    def _tables(
+        self,
+        local_blocks: ArrayLike | Mapping[str, ArrayLike],
+        remote_blocks: ArrayLike | Mapping[str, ArrayLike],
+        num_tokens: int | Mapping[str, int] | None,
+        local_start: int | Mapping[str, int],
+        remote_start: int | Mapping[str, int],
+    ) -> list[_GroupTables]:
         counts = self._per_group("num_tokens", num_tokens, None)
         local_starts = self._per_group("local_start", local_start, 0)
         remote_starts = self._per_group("remote_start", remote_start, 0)
         local_tables = self._per_table("local_blocks", local_blocks)
         remote_tables = self._per_table("remote_blocks", remote_blocks)
-        return self._native.tables(
-            [
-                _group_tables(
-                    group,
-                    local_tables[group.name],
-                    remote_tables[group.name],
-                    counts[group.name],
-                    local_starts[group.name],
-                    remote_starts[group.name],
-                )
-                for group in self.local.select(self.groups)
-            ]
-        )
+        return [
+            _group_tables(
+                group,
+                local_tables[group.name],
+                remote_tables[group.name],
+                counts[group.name],
+                local_starts[group.name],
+                remote_starts[group.name],
+            )
+            for group in self.local.select(self.groups)
+        ]
 
     def descriptors(
         self,
@@ -386,48 +396,32 @@ class TransferPlan:
     ) -> tuple[DigestScope, ...]:
         """Return what both sides digest to verify one transfer: all that it moves, or a sample.
 
-        Groups in which the transfer moves nothing are left out.
+        Groups in which nothing moves are left out. See `descriptors` for the other arguments.
 
         Parameters
         ----------
-        local_blocks, remote_blocks, num_tokens, local_start, remote_start
-            The arguments of `descriptors`.
         unit : int, optional
             Tokens per digest; by default those of the larger of the two sides' blocks.
         fraction : float
             Share of the units to digest, above 0; at least one unit of each group.
         seed : int
             Chooses the units. Keep it from the other side until the bytes have moved.
-
-        Raises
-        ------
-        PlanError
-            As `descriptors`, and if `unit` or `fraction` is out of range.
         """
-        counts = self._per_group("num_tokens", num_tokens, None)
-        starts = [
-            self._per_group("local_start", local_start, 0),
-            self._per_group("remote_start", remote_start, 0),
-        ]
-        here = self._per_table("local_blocks", local_blocks)
-        there = self._per_table("remote_blocks", remote_blocks)
+        tables = self._tables(local_blocks, remote_blocks, num_tokens, local_start, remote_start)
+        sides = [geometry.select(self.groups) for geometry in (self.local, self.remote)]
         scopes = []
-        for i, name in enumerate(self.groups):
-            pair = [side.select([name])[0] for side in (self.local, self.remote)]
-            tables = _group_tables(
-                pair[0], here[name], there[name], counts[name], starts[0][name], starts[1][name]
-            )
-            tokens = range(*self._native.overlap(i, tables)[0])
+        for i, pair in enumerate(zip(*sides, strict=True)):
+            tokens = range(*self._native.overlap(i, tables[i])[0])
             if not tokens:
                 continue
-            size = max(group.block_tokens for group in pair) if unit is None else unit
+            here = pair[0]
             whole = make_scope(
-                pair[0],
+                here,
                 tokens,
-                layers=_held(pair[0].layers, self._layers),
-                heads=_held(pair[0].heads, None if pair[0].kv_heads is None else self._heads),
-                unit=size,
-                turns=tuple((*g.dcp, g.interleave) for g in pair if g.dcp[1] > 1),
+                layers=_common(here.layers, self._layers),
+                heads=_common(here.heads, None if here.kv_heads is None else self._heads),
+                unit=max(group.block_tokens for group in pair) if unit is None else unit,
+                turns=tuple((*group.dcp, group.interleave) for group in pair if group.dcp[1] > 1),
             )
             units = sample_units(range(whole.units[0], whole.units[-1] + 1), fraction, seed + i)
             scopes.append(msgspec.structs.replace(whole, units=tuple(units)))
@@ -443,27 +437,27 @@ class TransferPlan:
         scopes: Iterable[DigestScope] | None = None,
         peer: str = "",
     ) -> None:
-        """Verify that the local blocks hold what the other side digested.
+        """Verify that local blocks hold what the other side digested.
 
         Parameters
         ----------
         cache : KVCache
             The local cache.
         digest : Digest
-            What the remote ``KVCache.digest(remote_blocks, scopes=scopes)`` returned.
+            What ``KVCache.digest(remote_blocks, scopes=scopes)`` returned on the other side.
         blocks, start
             The local tables of the transfer.
         scopes : iterable of DigestScope, optional
-            What was asked for, from `digest_scopes`. Without it, whatever `digest` covers counts.
+            What `digest` has to cover; by default whatever it covers.
         peer : str
             Name of the other side, for the error.
 
         Raises
         ------
         KVCorruptError
-            If the bytes differ. The error names groups, layers, K or V, heads and tokens.
+            If the bytes differ.
         PlanError
-            If the digest has other scopes, or scopes that the local blocks do not hold.
+            If the digest covers something else, or what the local blocks do not hold.
         """
         expected = digest.scopes if scopes is None else tuple(scopes)
         cache.digest(blocks, start=start, scopes=expected).check(digest, peer=peer)
@@ -557,8 +551,8 @@ def _numbers(what: str, values: object) -> list[int]:
     return numbers
 
 
-def _held(held: Iterable[int], wanted: list[int] | None) -> list[int] | None:
-    return None if wanted is None else [number for number in held if number in wanted]
+def _common(held: Iterable[int], selected: list[int] | None) -> list[int]:
+    return [number for number in held if selected is None or number in selected]
 
 
 def _intervals(numbers: list[int]) -> list[tuple[int, int]]:

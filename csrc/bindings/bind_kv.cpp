@@ -81,7 +81,7 @@ Geometry geometry_of(const py::object& source) {
     for (const py::handle& group : source.attr("groups")) {
         geometry.groups.push_back(group_of(group));
     }
-    const py::gil_scoped_release release;
+    const GilRelease release;
     return checked(std::move(geometry));
 }
 
@@ -99,7 +99,7 @@ std::shared_ptr<Plan> make_plan(const Geometry& local, const Geometry& remote,
                                 std::optional<std::uint64_t> max_bytes,
                                 const std::optional<std::vector<Bounds>>& heads,
                                 const std::optional<std::vector<Bounds>>& layers) {
-    const py::gil_scoped_release release;
+    const GilRelease release;
     kv::Selection selection;
     selection.max_bytes = std::min(max_bytes.value_or(kv::kMaxNumber), kv::kMaxNumber);
     if (heads) {
@@ -126,7 +126,7 @@ std::shared_ptr<BlockTables> make_tables(const std::shared_ptr<Plan>& plan,
     for (const GroupTables& group : groups) {
         tables.push_back(table_of(group));
     }
-    const py::gil_scoped_release release;
+    const GilRelease release;
     return std::make_shared<BlockTables>(plan, tables);
 }
 
@@ -148,19 +148,27 @@ std::span<const std::int64_t> view(const IdArray& array) {
     return {array.data(), static_cast<std::size_t>(array.size())};
 }
 
+/// @param source a pynixlkv.digest.DigestScope
+/// @param tokens the positions to count, which may be fewer than the scope's
 DescriptorArray digests(const Geometry& geometry, std::size_t group, const IdArray& blocks,
-                        std::uint64_t start, Bounds tokens, std::uint64_t unit,
-                        const IdArray& units, const IdArray& layers, const IdArray& heads,
-                        std::size_t num_kv,
-                        const std::vector<std::array<std::uint64_t, 3>>& turns) {
-    kv::DigestScope scope{tokens.first, tokens.second, unit,   view(units),
-                          view(layers), view(heads),   num_kv, {}};
-    for (const auto& [rank, ranks, interleave] : turns) {
+                        std::uint64_t start, const py::object& source, Bounds tokens) {
+    const auto numbers = [&](const char* name) { return source.attr(name).cast<IdArray>(); };
+    const std::array arrays{numbers("units"), numbers("layers"), numbers("heads")};
+    kv::DigestScope scope{tokens.first,
+                          tokens.second,
+                          number(source.attr("unit")),
+                          view(arrays[0]),
+                          view(arrays[1]),
+                          view(arrays[2]),
+                          source.attr("has_values").cast<bool>() ? 2U : 1U,
+                          {}};
+    for (const py::handle turns : source.attr("turns")) {
+        const auto [rank, ranks, interleave] = turns.cast<std::array<std::uint64_t, 3>>();
         scope.turns.push_back({rank, ranks, interleave});
     }
     DescriptorArray out(
-        {layers.size(), static_cast<py::ssize_t>(num_kv), heads.size(), units.size()});
-    std::span<std::uint64_t> values(out.mutable_data(), static_cast<std::size_t>(out.size()));
+        {scope.layers.size(), std::size_t{scope.num_kv}, scope.heads.size(), scope.units.size()});
+    const std::span values(out.mutable_data(), scope.size());
     const py::gil_scoped_release release;
     std::fill(values.begin(), values.end(), 0);
     add_digests(geometry.groups.at(group), view(blocks), start, scope, values);
@@ -174,8 +182,7 @@ void bind_kv(py::module_ m) {
         .def(py::init(&geometry_of), py::arg("geometry"))
         // Reads the memory: for caches of this process only.
         .def("digests", &digests, py::arg("group"), py::arg("blocks"), py::arg("start"),
-             py::arg("tokens"), py::arg("unit"), py::arg("units"), py::arg("layers"),
-             py::arg("heads"), py::arg("num_kv"), py::arg("turns"));
+             py::arg("scope"), py::arg("tokens"));
 
     py::classh<BlockTables>(m, "BlockTables")
         .def(
@@ -183,7 +190,7 @@ void bind_kv(py::module_ m) {
             [](const BlockTables& tables, bool remote) {
                 tables.check_written_once(remote ? kv::Side::kRemote : kv::Side::kLocal);
             },
-            py::arg("remote"), py::call_guard<py::gil_scoped_release>())
+            py::arg("remote"), py::call_guard<GilRelease>())
         .def("descriptors", &descriptors)
         .def("totals", [](const BlockTables& tables) {
             const auto expansion = without_gil([&] { return Expansion(tables); });

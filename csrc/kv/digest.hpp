@@ -39,12 +39,11 @@ struct DigestScope {
 /// Add the digests of a group's memory to `out`, of shape (layers, num_kv, heads, units).
 ///
 /// A digest is the sum, mod 2**64, of one hash per token: of the bytes of the head's elements and
-/// of the coordinates. A change within one aligned 8-byte word of a token always changes the
-/// digest.
+/// of the coordinates. Every region holds the whole dim axis. A change within one aligned 8-byte
+/// word of a token always changes the digest.
 ///
 /// @param ids block table; entry i holds the positions from start + i * unit on, as in a plan
 /// @throws Error PlanError if the table does not cover the positions, or names no block of the pool
-/// @throws Error LayoutError if a region holds a part of the dim axis only
 void add_digests(const Group& group, std::span<const std::int64_t> ids, std::uint64_t start,
                  const DigestScope& scope, std::span<std::uint64_t> out);
 

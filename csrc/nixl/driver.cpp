@@ -81,13 +81,18 @@ NixlDriver::NixlDriver(std::shared_ptr<const Library> library, std::string name,
                        const DriverOptions& options)
     : agent_(std::make_shared<AgentHandle>(std::move(library), std::move(name), options.agent)),
       backend_(agent_->create_backend(options.backend, options.backend_params)),
-      memory_types_(agent_->backend_info(*backend_).memory),
+      memory_types_(backend_->memory()),
       args_(make_opt_args(agent_->library(), {.backends = {backend_}})) {}
 
 std::unique_ptr<transfer::Registered> NixlDriver::register_memory(
     std::span<const transfer::Span> spans) {
     std::map<Memory, std::vector<Descriptor>> by_memory;
     for (const transfer::Span& span : spans) {
+        if (span.is_read_only) {
+            throw Error("RegistrationError",
+                        text(span.row.str(), " is read-only, and NIXL would let peers write to it;"
+                                             " use a UcxAgent, or a copy in writable memory"));
+        }
         by_memory[span.memory].push_back(span.row);
     }
     auto registered = std::make_unique<NixlRegistered>();
@@ -110,8 +115,8 @@ std::string NixlDriver::metadata() {
     return agent_->local_metadata();
 }
 
-std::unique_ptr<transfer::Connection> NixlDriver::connect(const std::string& name,
-                                                          std::string_view metadata) {
+std::unique_ptr<transfer::Connection> NixlDriver::connect(
+    const std::string& name, std::string_view metadata, std::optional<pid_t> /*process*/) {
     const std::string loaded = agent_->load_remote_metadata(metadata);
     auto connection = std::make_unique<NixlConnection>(agent_, loaded);
     if (loaded != name) {

@@ -78,14 +78,14 @@ class Peer : LiveCounted<Peer> {
     /// What the rows lie in at the peer.
     /// @throws Error("PeerLostError") or Error("StalePeerError") unless the peer is connected,
     ///         Error("NotRegisteredError") unless the peer has announced the memory
-    [[nodiscard]] MemoryMap::Cover cover(std::span<const Descriptor> rows) const {
+    [[nodiscard]] MemoryMap::Cover cover(std::span<const Descriptor> rows, bool is_written) const {
         const std::lock_guard lock(mutex_);
         if (!is_connected()) {
             throw Error(state() == PeerState::kLost ? "PeerLostError" : "StalePeerError",
                         "generation " + std::to_string(generation_) + " of peer '" + name_ +
                             "' is not connected any more: " + reason_ + "; connect() again");
         }
-        return memory_.cover(rows, "of peer '" + name_ + "'");
+        return memory_.cover(rows, "of peer '" + name_ + "'", is_written);
     }
 
     // ---- agent's thread ----

@@ -58,7 +58,9 @@ Endpoint::~Endpoint() {
 }
 
 void Endpoint::on_error(void* argument, capi::Endpoint /*handle*/, Status status) noexcept {
-    static_cast<Endpoint*>(argument)->failure_ = status;
+    auto* self = static_cast<Endpoint*>(argument);
+    self->failure_ = status;
+    self->worker_->note_failure();
 }
 
 bool Endpoint::is_one_sided() const {

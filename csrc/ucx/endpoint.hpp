@@ -40,6 +40,7 @@ class Endpoint : LiveCounted<Endpoint> {
     [[nodiscard]] const std::shared_ptr<Worker>& worker() const noexcept { return worker_; }
     /// The error that ended the connection.
     [[nodiscard]] std::optional<Status> failure() const noexcept { return failure_; }
+    [[nodiscard]] capi::ErrorMode errors() const noexcept { return errors_; }
     [[nodiscard]] bool is_closed() const noexcept { return handle_ == nullptr; }
     /// Whether any of its transports has gets and puts.
     [[nodiscard]] bool is_one_sided() const;

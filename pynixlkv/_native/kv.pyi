@@ -22,18 +22,9 @@ class Geometry:
         group: typing.SupportsInt | typing.SupportsIndex,
         blocks: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
         start: typing.SupportsInt | typing.SupportsIndex,
+        scope: typing.Any,
         tokens: tuple[
             typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex
-        ],
-        unit: typing.SupportsInt | typing.SupportsIndex,
-        units: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
-        layers: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
-        heads: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
-        num_kv: typing.SupportsInt | typing.SupportsIndex,
-        turns: collections.abc.Sequence[
-            typing.Annotated[
-                collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], "FixedSize(3)"
-            ]
         ],
     ) -> numpy.typing.NDArray[numpy.uint64]: ...
 

@@ -47,6 +47,8 @@ class WorkerContext:
     config: ConnectorConfig
     stats: ConnectorStats
     peers: Peers
+    scratch: KVCache | None
+    """For the self-test; None if it is off."""
     compute: Callable[[Callable[[], Any]], Future[Any]]
     """Runs a function that takes long on another thread; its end wakes the agent."""
 

@@ -38,10 +38,10 @@ _BlockTables = Annotated[
     msgspec.Meta(max_length=64),
 ]
 MAX_READERS = 1024
-"""Most readers of one lease that a producer keeps account of."""
+"""Most readers of one lease that a producer keeps account of; with more it lasts its time."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-NumReaders = Annotated[int, msgspec.Meta(ge=0, le=MAX_READERS)]
+NumReaders = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
 
 _LEASE = re.compile(r"(\d{1,9})-([0-9a-f]{1,16})")
 

@@ -12,17 +12,18 @@ shown that its engine, or the tenant of its address, is another one.
 from __future__ import annotations
 
 import enum
+import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from pynixlkv.connector import tp_mapping
+from pynixlkv.connector import self_test, tp_mapping
 from pynixlkv.connector.leases import LEASE_GROUP
 from pynixlkv.errors import HandshakeError, PeerLostError, PynixlkvError, RankNotFound, StateError
 from pynixlkv.plan import TransferPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
 
     from pynixlkv.agent import Peer
@@ -136,6 +137,7 @@ class RemoteEngines:
         self._refused: dict[_Key, tuple[float, RemoteEngine]] = {}  # and until when
         self._by_agent: defaultdict[str, list[RemoteRank]] = defaultdict(list)
         self._dropped: list[RemoteEngine] = []  # for `settle` to report
+        self._testing = threading.Lock()  # guards the scratch blocks
         self._dead: list[RemoteEngine] = []  # still connecting, or with peers in use
 
     def __len__(self) -> int:
@@ -204,7 +206,8 @@ class RemoteEngines:
 
     def _plan(self, rank: Rank, peer: Peer, parallel: ParallelSizes) -> RemoteRank:
         ctx, me = self._ctx, self._ctx.identity
-        cache, lease_table = split(peer)
+        cache, lease_table, *scratch = split(peer)
+        slices = tp_mapping.transfer_slices(ctx.cache, me.rank, me.parallel, cache, rank, parallel)
         plans = tuple(
             TransferPlan(
                 ctx.cache,
@@ -214,10 +217,12 @@ class RemoteEngines:
                 layers=each.layers,
                 max_bytes=ctx.config.max_bytes,
             )
-            for each in tp_mapping.transfer_slices(
-                ctx.cache, me.rank, me.parallel, cache, rank, parallel
-            )
+            for each in slices
         )
+        if scratch and ctx.scratch is not None:
+            timeout = ctx.config.handshake_timeout
+            with self._testing:
+                self_test.run(ctx.agent, ctx.scratch, peer, scratch[0], slices, timeout)
         words = TransferPlan(ctx.lease_buffer.geometry, lease_table)
         return RemoteRank(rank, peer, plans, words, cache)
 
@@ -286,15 +291,16 @@ class RemoteEngines:
         return True
 
 
-def split(peer: Peer) -> tuple[Geometry, Geometry]:
-    """Return the geometries in a connector's hello: the cache, and the lease table."""
-    if len(peer.geometries) != 2 or [g.name for g in peer.geometries[1].groups] != [LEASE_GROUP]:
+def split(peer: Peer) -> Sequence[Geometry]:
+    """Return the geometries in a connector's hello: cache, lease table, perhaps scratch blocks."""
+    found = peer.geometries
+    if len(found) not in (2, 3) or [g.name for g in found[1].groups] != [LEASE_GROUP]:
         raise HandshakeError(
-            f"the hello of {peer.name!r} describes {len(peer.geometries)} caches; expected a KV "
-            "cache and a lease table, as a ConnectorWorker's hello has them",
+            f"the hello of {peer.name!r} describes {len(found)} caches; expected a KV cache, a "
+            "lease table and perhaps scratch blocks, as a ConnectorWorker's hello has them",
             peer=peer.name,
         )
-    return peer.geometries[0], peer.geometries[1]
+    return found
 
 
 def _reason(engine: RemoteEngine, error: BaseException) -> PynixlkvError:

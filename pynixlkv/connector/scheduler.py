@@ -16,7 +16,6 @@ import msgspec
 from pynixlkv.connector.config import ConnectorConfig
 from pynixlkv.connector.leases import LeaseSlots
 from pynixlkv.connector.metadata import (
-    MAX_READERS,
     ConnectorMetadata,
     KVTransferParams,
     ParallelSizes,
@@ -42,7 +41,8 @@ class GroupSpec:
     window: int | None = None
     """Number of last tokens that attention reaches; earlier blocks are neither held nor fetched."""
     null_block: int | None = None
-    """The block number that stands for "none" at the front of a table."""
+    """The block number that stands for "none": at the front of a table, or anywhere in one of
+    state, whose other entries are those that carry it."""
 
 
 @dataclass
@@ -358,8 +358,7 @@ class ConnectorScheduler:
         """Let one more reader into the lease of another sample of the same prompt."""
         held = self._held[first]
         held.num_samples += 1
-        wanted = max(held.num_samples, held.meta.num_readers, request.params.num_readers)
-        num_readers = min(wanted, MAX_READERS)
+        num_readers = max(held.num_samples, held.meta.num_readers, request.params.num_readers)
         held.meta = self._next.reqs_to_send[first] = replace(held.meta, num_readers=num_readers)
         held.params = msgspec.structs.replace(held.params, num_readers=num_readers)
         return held.params
@@ -487,7 +486,7 @@ def cut_table(
 ) -> tuple[tuple[int, ...], int]:
     """Return the part of a block table that covers positions, and that of its first block."""
     if spec.block_size == 0:
-        return tuple(table), 0
+        return tuple(block for block in table if block != spec.null_block), 0
     if spec.window is not None:
         begin = max(begin, end - spec.window)
     first, last = begin // spec.block_size, _ceil(end, spec)

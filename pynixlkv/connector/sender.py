@@ -303,7 +303,7 @@ class Sender:
         try:
             if peer.name != agent:
                 raise HandshakeError(f"agent {agent!r} attached with the hello of {peer.name!r}")
-            theirs, _ = split(peer)
+            theirs = split(peer)[0]
             me, them = self._ctx.identity, message.consumer
             slices = tp_mapping.transfer_slices(
                 theirs, them.rank, them.parallel, self._ctx.cache, me.rank, me.parallel

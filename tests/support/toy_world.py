@@ -55,6 +55,7 @@ class World:
 
     def __init__(self, mode: str = "pull", **config: object) -> None:
         self.network, self.clock = FakeNetwork(), Clock()
+        config.setdefault("self_test", False)
         self.config = ConnectorConfig(transfer_mode=mode, **config)  # type: ignore[arg-type]
         self.engines: dict[str, ToyEngine] = {}
         self._order: dict[str, int] = {}

@@ -18,12 +18,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from spoiled import SpoiledVerification
 from toy_engine import POISON, Model, ToyEngine
 from toy_world import FakeEvent, World
 
-from pynixlkv.connector import messages
+from pynixlkv.connector import messages, receiver
 from pynixlkv.connector.messages import ConsumerRank
-from pynixlkv.connector.metadata import Lease, ParallelSizes
+from pynixlkv.connector.metadata import EndState, Lease, ParallelSizes
 from pynixlkv.testing import FakeAgent
 
 MODEL = Model(layers=2, kv_heads=2, dim=2)
@@ -33,6 +34,8 @@ GAP_S = 2.0  # all longer ones are pauses of an engine's process
 FAULTY = st.sampled_from(["P", "D"])
 RANK = st.integers(0, 1)
 PICK = st.integers(0, 1 << 16)
+NUMBERS = st.sampled_from([(1, 0), (1, 1), (1, 2), (1, 4), (2, 1), (3, 0), (2, 3)])
+"""Samples that a producer computes, and readers that a router announces."""
 
 
 class PoisoningEngine(ToyEngine):
@@ -89,8 +92,11 @@ class KitMachine(RuleBasedStateMachine):
         tp=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]),
         block_sizes=st.sampled_from([(4, 4), (4, 8), (8, 4)]),
         longest_gap=st.sampled_from([math.inf, GAP_S]),
+        checksums=st.sampled_from(["all", "all", "sampled", "off"]),
+        num_spoiled=st.integers(0, 2),
     )
-    def begin_world(self, mode, tp, block_sizes, longest_gap):
+    def begin_world(self, mode, tp, block_sizes, longest_gap, checksums, num_spoiled):
+        SpoiledVerification.count = num_spoiled
         self.mode, self.longest_gap = mode, longest_gap
         self.world = PoisoningWorld(
             mode,
@@ -99,6 +105,7 @@ class KitMachine(RuleBasedStateMachine):
             transfer_timeout=TIMEOUT_S,
             max_leases=8,
             peer_ttl=300.0,
+            checksums=checksums,
         )
         self.options = {
             "P": {"tp": tp[0], "block_size": block_sizes[0], "axes": "KBHND"},
@@ -349,6 +356,10 @@ class KitMachine(RuleBasedStateMachine):
     def lose(self, role, rank, count):
         self.world.network.drop_notifications(self.agent_of(role, rank), count)
 
+    @rule()
+    def spoil(self):
+        SpoiledVerification.count += 1
+
     @rule(role=FAULTY, rank=RANK)
     def pause(self, role, rank):
         name = self.agent_of(role, rank)
@@ -473,11 +484,166 @@ class KitMachine(RuleBasedStateMachine):
                 break
 
 
+class LeaseMachine(RuleBasedStateMachine):
+    """A lease and its readers, in two engines, against what the documentation says of its end.
+
+    Nothing is lost but engines, and time passes by heartbeats, so that the end is known exactly.
+    """
+
+    @initialize(
+        mode=st.sampled_from(["pull", "push"]),
+        tp=st.sampled_from([1, 2]),
+        numbers=NUMBERS,
+    )
+    def begin_world(self, mode, tp, numbers):
+        self.world = PoisoningWorld(
+            mode, lease_duration=LEASE_S, heartbeat_interval=BEAT_S, transfer_timeout=1e6
+        )
+        self.number, self.is_alive, self.readers = 0, False, {}
+        self.world.engine("P", MODEL, tp=2, num_blocks=NUM_BLOCKS, axes="KBHND")
+        self.options = {"D": {"tp": tp, "axes": "BKNHD"}, "E": {"tp": 3 - tp, "block_size": 8}}
+        for role in "DE":
+            self.begin_engine(role)
+        self.begin_lease(numbers)
+
+    def begin_engine(self, role):
+        engine = self.world.engine(role, MODEL, num_blocks=64, **self.options[role])
+        engine.arrive(f"{role}{self.number + 1}", 7, 4, self.hand_over(1, 1))
+        engine.schedule(f"{role}{self.number}")
+        self.world.until(lambda: f"p{self.number}" in self.world.outcomes["P"].sent)
+        self.world.quiet()
+        self.finish(role, f"{role}{self.number}")
+        self.is_alive = False
+
+    def finish(self, role, request_id):
+        self.world.engines[role].finish(request_id)
+        self.world.quiet()
+
+    @property
+    def now(self):
+        return self.world.clock.now
+
+    def hand_over(self, num_samples, num_readers):
+        """A prompt of some samples; the router says how many readers there will be."""
+        self.number += 1
+        name, told = f"p{self.number}", {"num_readers": num_readers}
+        self.readers, self.is_alive, self.ends_at = {}, True, self.now + LEASE_S
+        self.expected = num_readers if num_samples == 1 else max(num_samples, num_readers)
+        for sample in range(num_samples):
+            told["sibling_group"] = name
+            sample_name = f"{name}.{sample}" if sample else name
+            params = self.world.engines["P"].prefill(sample_name, 7, 4, **told)
+            self.world.quiet()
+        self.name = name
+        return params
+
+    @precondition(lambda self: not self.is_alive)
+    @rule(numbers=NUMBERS)
+    def begin_lease(self, numbers):
+        self.params = self.hand_over(*numbers)
+
+    # ---- readers: their deadline while they are attached, None when they are done
+
+    @precondition(lambda self: self.is_alive)
+    @rule(roles=st.lists(st.sampled_from("DE"), min_size=1, max_size=3))
+    def attach(self, roles):
+        for role in roles:
+            self.number += 1
+            request_id = f"{role}{self.number}"
+            self.world.engines[role].arrive(request_id, 7, 4, self.params)
+            self.world.quiet()
+            self.readers[request_id] = self.ends_at = self.now + LEASE_S
+
+    def attached(self, pick):
+        """Choose a reader of a living engine."""
+        names = [
+            name
+            for name, deadline in self.readers.items()
+            if deadline is not None and name in self.world.engines[name[0]].requests
+        ]
+        return names[pick % len(names)] if names else None
+
+    @precondition(lambda self: self.is_alive and self.attached(0))
+    @rule(pick=PICK, what=st.sampled_from(["receive", "receive", "abort"]))
+    def end_reader(self, pick, what):
+        name = self.attached(pick)
+        engine = self.world.engines[name[0]]
+        if what == "receive":
+            engine.schedule(name)
+            self.world.until(lambda: name in self.world.outcomes[name[0]].received)
+            assert engine.holds(name)
+        self.finish(name[0], name)
+        self.readers[name] = None
+        left = [deadline for deadline in self.readers.values() if deadline is not None]
+        if len(self.readers) < self.expected:
+            return
+        if left:
+            self.ends_at = max(left)
+        elif self.expected:
+            self.ends_at = self.now
+        else:
+            self.ends_at = self.now + BEAT_S
+
+    @precondition(lambda self: self.is_alive and self.attached(0))
+    @rule(pick=PICK)
+    def lose(self, pick):
+        role = self.attached(pick)[0]
+        self.world.kill(role)
+        alive = (self.name, self.readers, self.ends_at, self.expected)
+        self.begin_engine(role)
+        self.name, self.readers, self.ends_at, self.expected = alive
+        self.is_alive = True
+
+    @precondition(lambda self: self.is_alive)
+    @rule(beats=st.sampled_from([1, 1, 2, 6]))
+    def pass_time(self, beats):
+        for _ in range(beats):
+            self.world.pass_time(BEAT_S)
+            self.is_alive &= self.now < self.ends_at
+            for name, deadline in self.readers.items():
+                is_there = name in self.world.engines[name[0]].requests
+                if deadline is not None and is_there and self.is_alive:
+                    self.readers[name] = self.ends_at = self.now + LEASE_S
+
+    @precondition(lambda self: not self.is_alive)
+    @rule(role=st.sampled_from("DE"))
+    def read_late(self, role):
+        """A reader of a lease that has ended gets nothing."""
+        self.number += 1
+        name = f"{role}{self.number}"
+        self.world.engines[role].arrive(name, 7, 4, self.params)
+        self.world.engines[role].schedule(name)
+        self.world.until(lambda: name in self.world.outcomes[role].failed)
+        assert {end.state for end in self.world.outcomes[role].failed[name]} <= {EndState.EXPIRED}
+        self.finish(role, name)
+
+    @invariant()
+    def the_lease_ends_when_it_should(self):
+        self.world.quiet()
+        self.is_alive &= self.now < self.ends_at
+        assert (self.name in self.world.outcomes["P"].sent) is not self.is_alive
+        assert self.world.leases("P") == [int(self.is_alive)] * 2
+        free = self.world.engines["P"].free
+        assert len(free) == NUM_BLOCKS - self.is_alive
+
+    def teardown(self):
+        for engine_id in list(self.world.engines):
+            self.world.close(engine_id)
+
+
 @pytest.fixture(autouse=True)
-def no_log(caplog):
+def no_log(caplog, monkeypatch):
+    monkeypatch.setattr(receiver, "Verification", SpoiledVerification)
     caplog.set_level(logging.CRITICAL + 1, logger="pynixlkv")
 
 
+TestLease = LeaseMachine.TestCase
+TestLease.settings = settings(
+    max_examples=25,
+    stateful_step_count=15,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 TestKit = KitMachine.TestCase
 TestKit.settings = settings(
     max_examples=60,

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from pynixlkv import digest
 from pynixlkv.digest import Digest, GroupDigest, sample_units
-from pynixlkv.errors import KVCorruptError, PlanError, WireError
+from pynixlkv.errors import KVCorruptError, NativeError, PlanError, WireError
 from pynixlkv.geometry import KVCache
 from pynixlkv.plan import TransferPlan
 from pynixlkv.topology import held_heads, read_sources
@@ -249,6 +249,33 @@ def test_a_staged_copy_has_the_digests_of_the_memory(data) -> None:
     assert staged == host.digest(blocks, **wanted)
 
 
+def test_device_memory_that_cannot_be_copied_is_an_error(monkeypatch) -> None:
+    tensors = {name: torch.zeros((4, 2, 3)) for name in "ab"}
+    host = KVCache.from_tensors(tensors, axes="BND", kv_heads=None)
+    arrays = [dataclasses.replace(array, memory=MemoryType.VRAM) for array in host._arrays]
+    device = KVCache(arrays, host.geometry.groups)
+
+    def index_select(*_: object) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "index_select", index_select)
+    with pytest.raises(NativeError, match=r"2 blocks of 'a' could not be copied.*out of memory"):
+        device.digest([1, 3])
+    mixed = KVCache([arrays[0], host._arrays[1]], host.geometry.groups)
+    with pytest.raises(PlanError, match=r"group 'kv' is in \['DRAM', 'VRAM'\] memory"):
+        mixed.digest([0])
+
+
+def test_long_lists_of_places_are_cut() -> None:
+    memory = np.zeros((400, 1, 3), np.uint8)
+    cache = KVCache.from_tensors({"0": memory}, axes="BND", kv_heads=None)
+    clean = cache.digest(range(400))
+    memory[::2] = 1
+    with pytest.raises(KVCorruptError, match="tokens 0, 2, 4, 6, 8, 10, 12, 14, …;") as caught:
+        cache.digest(range(400)).check(clean)
+    assert (caught.value.num_mismatches, len(caught.value.mismatches)) == (200, 64)
+
+
 def test_state_and_groups_have_tables_of_their_own() -> None:
     rng = np.random.default_rng(2)
     arrays = {
@@ -269,6 +296,8 @@ def test_state_and_groups_have_tables_of_their_own() -> None:
     apply(*plan.descriptors(mine, theirs, num_tokens={"latent": 3}))
     scopes = plan.digest_scopes(mine, theirs, num_tokens={"latent": 3})
     assert [scope.tokens for scope in scopes] == [(0, 2), (0, 3)]
+    only_state = plan.digest_scopes(mine, theirs, num_tokens={"latent": 0})
+    assert only_state == scopes[:1]
     plan.verify(local, remote.digest(theirs, scopes=scopes), mine, scopes=scopes)
     arrays["state"][0, 1, 2] ^= 1
     with pytest.raises(KVCorruptError, match=r"group 'state'.*heads 1 of 0-2, tokens 1") as caught:

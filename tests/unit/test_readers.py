@@ -15,7 +15,7 @@ from toy_pair import (
     sent,
     start,
 )
-from toy_world import World
+from toy_world import FakeEvent, World
 
 from pynixlkv.connector import messages, sender
 from pynixlkv.connector.messages import ConsumerRank, Reader
@@ -60,6 +60,21 @@ def test_a_hand_off_to_two_engines_ends_with_the_last_of_them(mode, tp_d, tp_e):
         world.until(sent(world))
         assert world.clock.now == now
         assert releases(world) == [{"released": 1}] * 2
+
+
+@both_modes
+def test_readers_attach_when_they_are_queued(mode):
+    with pair(mode, **BEATS_5) as (world, prefill, decode):
+        connect(world, prefill, decode)
+        params = prefill.prefill("p1", 7, 13)
+        for name in ("d1", "d2"):
+            decode.arrive(name, 7, 13, params)
+        for name in ("d1", "d2"):
+            world.quiet()
+            assert world.leases("P") == [1]
+            decode.schedule(name)
+            arrives(world, decode, name)
+        world.until(sent(world))
 
 
 @both_modes
@@ -219,7 +234,7 @@ def test_the_readers_of_a_lease_are_bounded(monkeypatch):
         arrives(world, decode)
         world.until(sent(world, "p3"))
     with pytest.raises(ConfigError, match="num_readers"):
-        KVTransferParams.from_dict({"do_remote_decode": True, "num_readers": 1025})
+        KVTransferParams.from_dict({"do_remote_decode": True, "num_readers": 2**16 + 1})
 
 
 @both_modes
@@ -291,6 +306,22 @@ def test_a_push_for_an_id_that_is_over_fails_with_its_reason_after_a_heartbeat()
         world.pass_time(5)
         world.until(failed(world))
         assert "gave the request up" in str(errors(world)[0])
+
+
+def test_a_reader_whose_early_push_fails_still_releases_the_request():
+    with pair("push") as (world, prefill, decode):
+        start(world, decode, early_params(prefill, "p1"))
+        world.until(lambda: prefill.stats.pushes)
+        prefill.begin("p1", 7, 13)
+        prefill.layer_events = {0: FakeEvent(), 1: FakeEvent()}
+        prefill.layer_events[0].error = RuntimeError("device lost")
+        prefill.compute("p1", 13)
+        world.until(failed(world))
+        world.quiet()
+        prefill.hand_over("p1")
+        now = world.clock.now
+        world.until(sent(world))
+        assert world.clock.now == now
 
 
 def test_an_early_release_for_the_next_life_of_an_id_costs_a_heartbeat_and_no_more():
