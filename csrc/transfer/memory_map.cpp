@@ -53,9 +53,9 @@ void MemoryMap::add(Owner owner, std::span<const Span> spans) {
 }
 
 void MemoryMap::add_overlapping(Owner owner, const Span& span) {
-    by_owner_[owner].push_back(spans_.emplace(Key{span.row.device, span.row.address},
-                                              Entry{span.row, span.memory, owner,
-                                                    span.is_read_only}));
+    by_owner_[owner].push_back(
+        spans_.emplace(Key{span.row.device, span.row.address},
+                       Entry{span.row, span.memory, owner, span.is_read_only}));
     longest_ = std::max(longest_, span.row.length);
 }
 
