@@ -28,7 +28,9 @@ from numpydoc.docscrape import ClassDoc
 from rich.console import Console
 
 from pynixlkv.cli.app import app
+from pynixlkv.cli.models import MODELS
 from pynixlkv.cli.render import info_table
+from pynixlkv.cli.size import SizeOptions, size_fleet
 from pynixlkv.vllm.options import Options
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ MODULES = (
     "pynixlkv.geometry",
     "pynixlkv.topology",
     "pynixlkv.plan",
+    "pynixlkv.digest",
     "pynixlkv.agent",
     "pynixlkv.transfer",
     "pynixlkv.nixl",
@@ -137,6 +140,30 @@ def example() -> str:
     return f"```python\n{code}```\n"
 
 
+def sizes() -> str:
+    """Return what hand-offs of well-known models cost."""
+    rows = []
+    for model in MODELS:
+        for prefill_tp, decode_tp in ((1, 1), (4, 4), (4, 8), (8, 4)):
+            for axes in ("HND", "NHD") if model.kv_heads else ("BND",):
+                report = size_fleet(
+                    SizeOptions(model.name, prefill_tp, decode_tp, decode_axes=axes)
+                )
+                rows.append(
+                    [
+                        model.name,
+                        f"{prefill_tp} → {decode_tp}",
+                        f"HND → {axes}" if model.kv_heads else "MLA",
+                        f"{report.request_bytes / 1e9:.2f} GB",
+                        f"{report.descriptors:,}",
+                        f"{report.shortest_run:,} bytes",
+                        f"{report.transfer_s * 1e3:.1f} ms",
+                    ]
+                )
+    head = "model, TP, layout, a request, descriptors at a rank, the shortest, time"
+    return table(head, rows)
+
+
 def run_cli(*arguments: str) -> str:
     """Return what the command line prints on a terminal of fixed width."""
     environment = os.environ | {"COLUMNS": str(COLUMNS), "NO_COLOR": "1", "TERM": "dumb"}
@@ -176,6 +203,7 @@ GENERATED = {
     "options": options,
     "commands": commands,
     "modules": modules,
+    "sizes": sizes,
     "minimal_connector.py": example,
 }
 SAMPLES = {"info": info, "demo": demo}

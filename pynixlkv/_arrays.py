@@ -1,4 +1,4 @@
-"""The one check of integers that a caller gives as an array: nothing is rounded or wrapped."""
+"""The one check of integers that a caller gives: nothing is rounded or wrapped."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pynixlkv.errors import PlanError
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pynixlkv.errors import ConfigError
 
+MAX_POSITION = 2**48 - 1  # far beyond any context, and sums of positions stay far below 2**60
 _BOOLS = frozenset((bool, np.bool_))
 
 
@@ -73,3 +76,26 @@ def first_outside(
         return None
     wrong = (array < array.dtype.type(low)) | (array > array.dtype.type(high))
     return tuple(int(i) for i in np.argwhere(wrong)[0])
+
+
+def block_ids(what: str, table: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """Return a block table as int64."""
+    array = integers(what, table, PlanError)
+    at = first_outside(array, -(2**63), 2**63 - 1)
+    if at is not None:
+        raise PlanError(f"{what} holds {array[at]} at index {at[0]}, which is no block number")
+    return np.ascontiguousarray(array, np.int64)
+
+
+def is_integer(value: object) -> bool:
+    """Return whether a value is an integer, which a bool is not."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def position(what: str, value: int) -> int:
+    """Return a token position, or a count of tokens, as int."""
+    if not is_integer(value):
+        raise PlanError(f"{what} is {value!r}; expected an integer number of tokens")
+    if not 0 <= value <= MAX_POSITION:
+        raise PlanError(f"{what} is {value}; expected 0 to {MAX_POSITION}")
+    return int(value)

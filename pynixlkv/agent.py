@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from pynixlkv._closeable import Closeable
+from pynixlkv._limits import check_reserve
 from pynixlkv._secret import check_secret
 from pynixlkv.errors import (
     ClosedError,
@@ -253,6 +254,7 @@ class Agent(Closeable, ABC):
         NativeError
             If the library refuses the metadata.
         """
+        check_reserve("a connection")
         body = Hello.unseal(hello, self._secret)
         self._check_compatible(body)
         native = self._native.connect(

@@ -11,17 +11,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pynixlkv.types import DigestMismatch
+
 __all__ = [
     "AlreadyRegisteredError",
     "ClosedError",
     "CompatMismatch",
     "ConfigError",
+    "ContentMismatch",
     "DuplicatePeerError",
     "EngineIdMismatch",
     "ForkError",
     "HandshakeError",
     "HandshakeTimeout",
     "IncompatibleLayoutError",
+    "KVCorruptError",
     "LayoutError",
     "LeaseExpired",
     "LibraryNotFoundError",
@@ -42,6 +46,7 @@ __all__ = [
     "RankNotFound",
     "RegistrationError",
     "RegistrationInUseError",
+    "ResourceExhausted",
     "StalePeerError",
     "StateError",
     "TransferCancelled",
@@ -82,6 +87,15 @@ class LayoutError(ConfigError):
 
 class PlanError(ConfigError):
     """Block tables that do not fit the plan, or geometries that cannot be planned together."""
+
+
+class ContentMismatch(ConfigError):
+    """A hand-off holds the KV of other content than the request's; nothing was loaded."""
+
+    expected: str = ""
+    """Digest of the request's content; empty if the request has fewer tokens."""
+    seen: str = ""
+    """Digest in the hand-off; empty if the hand-off has none."""
 
 
 class RegistrationError(ConfigError):
@@ -126,6 +140,10 @@ class ForkError(ClosedError):
 
 class PoolExhausted(PynixlkvError):
     """A pool had too few free blocks until the deadline, and kept them."""
+
+
+class ResourceExhausted(PynixlkvError):
+    """A limit of this process, such as its file descriptors, leaves no room for a new object."""
 
 
 class NativeError(PynixlkvError):
@@ -194,6 +212,15 @@ class PeerLostError(TransferError, ConnectionError):
 
 class LeaseExpired(TransferError):
     """The producer no longer held the blocks during the read; the bytes may be wrong."""
+
+
+class KVCorruptError(TransferError):
+    """KV that arrived has other digests than its producer's; it must not be used."""
+
+    mismatches: Sequence[DigestMismatch] = ()
+    """The first places that differ, at most 64."""
+    num_mismatches: int = 0
+    """Number of digests that differ."""
 
 
 class HandshakeError(PynixlkvError):

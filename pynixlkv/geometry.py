@@ -12,16 +12,20 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
 
 from pynixlkv import _native, wire
 from pynixlkv._arrays import integers
+from pynixlkv.digest import Digest, DigestScope, digest_cache
 from pynixlkv.errors import ConfigError, LayoutError
 from pynixlkv.topology import held_heads
 from pynixlkv.types import MemorySpan, MemoryType
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 __all__ = ["Axis", "Geometry", "Group", "KVCache", "Region", "memory_spans"]
 
@@ -32,6 +36,23 @@ _MAX_LAYERS = 4096  # of one region; real models have some hundreds
 # Letters and names of the axes, in the order of csrc/kv/region.hpp. Letter C, K and D in one
 # dimension, has no axis of its own.
 _AXES = {"L": "layer", "K": "kv", "B": "block", "H": "head", "N": "token", "D": "dim"}
+
+# Bytes of each element type, by the name that numpy, ml_dtypes and torch share. A type of less than
+# a byte has one element in each; only torch's float4_e2m1fn_x2 has two.
+_ELEMENT_BYTES = {
+    "bool": 1,
+    **{f"{sign}int{bits}": 1 for sign in ("", "u") for bits in range(1, 8)},
+    **{f"{sign}int{bits}": bits // 8 for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": bits // 8 for bits in (16, 32, 64)},
+    **{f"complex{bits}": bits // 8 for bits in (32, 64, 128)},
+    **dict.fromkeys(("float4_e2m1fn", "float4_e2m1fn_x2", "float6_e2m3fn", "float6_e3m2fn"), 1),
+    **dict.fromkeys(("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn"), 1),
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    "bfloat16": 2,
+    "bcomplex32": 4,
+    **{f">{kind}{size}": size for kind in "iufc" for size in (2, 4, 8)},  # big-endian, in numpy
+    ">c16": 16,
+}
 
 _Word = Annotated[int, msgspec.Meta(ge=0, lt=2**60)]
 _Count = Annotated[int, msgspec.Meta(ge=1, lt=2**60)]
@@ -78,7 +99,8 @@ class Group(msgspec.Struct, frozen=True):
     name: _Text
     """Groups of two sides meet by this name."""
     dtype: _Text
-    """Element type, such as ``"bfloat16"``; two sides must agree."""
+    """Element type, such as ``"bfloat16"``, or with a packing, such as ``"uint8:nvfp4"``; two sides
+    must agree. See `KVCache.from_tensors`."""
     element_bytes: _Count
     block_size: _Word
     """Tokens per block; 0 for state that has no token axis and moves block by block."""
@@ -124,6 +146,10 @@ class Group(msgspec.Struct, frozen=True):
         pairs = [(field, getattr(self, field), getattr(other, field)) for field in agreed]
         pairs.append(("opaque_axes", sorted(self.opaque_axes), sorted(other.opaque_axes)))
         pairs.append(("has_tokens", self.block_size > 0, other.block_size > 0))
+        if "H" in self.opaque_axes and "H" in other.opaque_axes:
+            field = f"heads per rank, indivisible in pages of {self.dtype},"
+            held = [f"{len(group.heads)} of {group.kv_heads}" for group in (self, other)]
+            pairs.append((field, *held))
         return [(f"{self.name}.{field}", a, b) for field, a, b in pairs if a != b]
 
     def __post_init__(self) -> None:
@@ -133,6 +159,7 @@ class Group(msgspec.Struct, frozen=True):
                 f"{where}: opaque_axes is {self.opaque_axes!r}; expected different letters "
                 f"of {''.join(_AXES)!r}"
             )
+        _check_dtype(where, self.dtype, self.element_bytes)
         wholes = {
             "head": self.heads,
             "kv": range(2 if self.has_values else 1),
@@ -240,6 +267,22 @@ def _stop(axis: Axis) -> int:
     return axis.start + axis.count
 
 
+def _check_dtype(where: str, dtype: str, element_bytes: int) -> None:
+    element, colon, packing = dtype.partition(":")
+    expected = _ELEMENT_BYTES.get(element)
+    if expected is None or (colon and not packing):
+        raise LayoutError(
+            f"{where}: {dtype!r} is no element type that two sides read alike; expected a number "
+            "type of numpy, ml_dtypes or torch by its name, such as 'bfloat16' or 'float8_e4m3fn', "
+            "alone or with a packing, as in 'uint8:nvfp4'; give it as dtype= if the array's own "
+            "type does not tell"
+        )
+    if expected != element_bytes:
+        raise LayoutError(
+            f"{where}: dtype {dtype!r} has {expected} bytes an element, the array {element_bytes}"
+        )
+
+
 @dataclass(frozen=True)
 class _Array:
     """Address, layout and owner of a tensor or array."""
@@ -264,7 +307,12 @@ def _read_array(name: str, array: Any) -> _Array:  # noqa: ANN401
         raise LayoutError(
             f"tensor {name!r} is a {type(array).__name__}; expected a torch tensor or a numpy array"
         )
-    dtype = np.dtype(interface["typestr"])
+    dtype = getattr(array, "dtype", None)  # the string of a type of ml_dtypes does not name it
+    if not isinstance(dtype, np.dtype):
+        try:
+            dtype = np.dtype(interface["typestr"])
+        except TypeError as error:
+            raise LayoutError(f"tensor {name!r}: {error}") from error
     if dtype.hasobject:
         raise LayoutError(f"tensor {name!r} holds Python objects; expected numbers")
     if interface["data"][1]:
@@ -284,7 +332,7 @@ def _read_array(name: str, array: Any) -> _Array:  # noqa: ANN401
         shape=shape,
         strides=tuple(strides),
         element_bytes=dtype.itemsize,
-        dtype=dtype.name if dtype.isnative else dtype.str,
+        dtype=dtype.str if dtype.str[0] == ">" else dtype.name,
         memory=MemoryType.DRAM,
         device=0,
         storage=id(storage),
@@ -298,6 +346,11 @@ def _read_tensor(name: str, tensor: Any) -> _Array:  # noqa: ANN401
         raise LayoutError(
             f"tensor {name!r} is {tensor.layout} on {tensor.device}; expected a strided tensor "
             "on cpu or cuda"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise LayoutError(
+            f"tensor {name!r} is a lazy conjugate or negative, whose memory holds other values; "
+            "pass tensor.resolve_conj().resolve_neg()"
         )
     element_bytes = tensor.element_size()
     storage = tensor.untyped_storage()
@@ -492,6 +545,15 @@ class KVCache:
         """Memory to register with an agent; the cache holds the tensors."""
         return self.geometry.spans
 
+    def owner_of(self, region: Region, element_bytes: int) -> object:
+        """Return the tensor that holds a region; groups may share memory, as other elements."""
+        fitting = [
+            array
+            for array in self._arrays
+            if array.address <= region.address and array.element_bytes == element_bytes
+        ]
+        return max(fitting, key=lambda array: array.address).owner
+
     def __repr__(self) -> str:
         groups = ", ".join(
             f"{g.name}: {len(g.layers)} layers, {g.num_blocks} blocks of {g.block_size} tokens, "
@@ -546,7 +608,11 @@ class KVCache:
             Name of the group; groups of two sides meet by name.
         dtype : str, optional
             Name of the element type if the tensor's own does not tell (a ``uint16`` view of
-            bfloat16). The element size stays the tensor's.
+            bfloat16), of the same size. Types are known by the name that numpy, ml_dtypes and torch
+            share; types below a byte take one each. Elements whose meaning depends on others, such
+            as packed data and scales, get the name of the packing after a colon:
+            ``"uint8:nvfp4"``. Void, structured, object, ``longdouble``, time and torch's quantised
+            and bits types have no name that two sides read alike, and are refused without `dtype`.
         dcp : tuple of (int, int)
             Rank and size of the decode-context-parallel group, over which tokens are interleaved.
         interleave : int
@@ -568,6 +634,7 @@ class KVCache:
                 "layer name to tensor"
             )
         texts: dict[str, object] = {"axes": axes, "group": group, "opaque_axes": opaque_axes}
+        texts |= {} if dtype is None else {"dtype": dtype}
         for what, text in texts.items():
             if not isinstance(text, str):
                 raise LayoutError(f"{what} is {text!r}; expected a str")
@@ -576,6 +643,8 @@ class KVCache:
         boxes = [_read_layer(str(name), value, axes) for name, value in entries]
         _check_distinct([box for tensor in boxes for box in tensor])
         first = boxes[0][0]
+        dtype = first.array.dtype if dtype is None else dtype
+        _check_dtype(f"tensor {first.name!r}", dtype, first.array.element_bytes)
         regions: list[Region] = []
         for tensor, numbers in zip(boxes, _layer_numbers(boxes, layers), strict=True):
             for box in tensor:
@@ -589,7 +658,7 @@ class KVCache:
                 regions.extend(_regions(box, numbers, held))
         made = Group(
             name=group,
-            dtype=dtype or first.array.dtype,
+            dtype=dtype,
             element_bytes=first.array.element_bytes,
             block_size=first.axes["N"].count if first.has_tokens else 0,
             num_blocks=first.axes["B"].count,
@@ -621,6 +690,65 @@ class KVCache:
         return cls(
             [array for cache in caches for array in cache._arrays],
             [group for cache in caches for group in cache.geometry.groups],
+        )
+
+    def digest(
+        self,
+        blocks: ArrayLike | Mapping[str, ArrayLike],
+        *,
+        start: int | Mapping[str, int] = 0,
+        num_tokens: int | Mapping[str, int] | None = None,
+        unit: int | Mapping[str, int] | None = None,
+        units: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
+        layers: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+        scopes: Iterable[DigestScope] | None = None,
+    ) -> Digest:
+        """Compute digests of the bytes in some blocks, by layer, K or V, head and unit of tokens.
+
+        Equal contents have equal digests in any layout, block size and place in the pool, and on
+        any rank. Swapped tokens, heads, layers, or K and V have different ones.
+
+        Parameters
+        ----------
+        blocks : array_like of int, or mapping of str to array_like
+            Block table of one sequence, which the caller holds; tables by group name if the cache
+            has several groups. Options may be mappings of group name, too.
+        start : int
+            Token position of the first block.
+        num_tokens : int, optional
+            Valid tokens of the sequence, from position 0; by default all that the blocks hold.
+        unit : int, optional
+            Tokens per digest, by default those of a block. Both sides must use the same.
+        units : sequence of int, optional
+            Units to digest, by default all; unit i begins at token ``i * unit``.
+        layers, heads : sequence of int, optional
+            Global layers and KV heads, by default all that are held.
+        scopes : iterable of DigestScope, optional
+            All of this but `blocks` and `start`, as `TransferPlan.digest_scopes` makes them.
+
+        Raises
+        ------
+        PlanError
+            If a block number is out of range, or the blocks do not hold what is wanted.
+        NativeError
+            If device memory could not be copied.
+
+        Notes
+        -----
+        Safe from any thread; releases the GIL. Device memory is copied to the host first, on
+        torch's current stream: the digested blocks only, at most 64 MiB at a time.
+        """
+        return digest_cache(
+            self,
+            blocks,
+            start,
+            num_tokens,
+            scopes,
+            unit=unit,
+            units=units,
+            layers=layers,
+            heads=heads,
         )
 
 

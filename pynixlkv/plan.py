@@ -10,10 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import numpy as np
 
 from pynixlkv import _kernels, _native
-from pynixlkv._arrays import first_outside, integers
+from pynixlkv._arrays import block_ids, is_integer, position
+from pynixlkv.digest import make_scope, sample_units
 from pynixlkv.errors import PlanError
 from pynixlkv.geometry import Geometry, runs
 from pynixlkv.types import MemoryType, Operation
@@ -21,13 +23,13 @@ from pynixlkv.types import MemoryType, Operation
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-    from pynixlkv.geometry import Group
+    from pynixlkv.digest import Digest, DigestScope
+    from pynixlkv.geometry import Group, KVCache
 
     _GroupTables = tuple[NDArray[np.int64], NDArray[np.int64], int, int, int]
 
 __all__ = ["Coverage", "GroupDescription", "PlanDescription", "TransferPlan", "physical_blocks"]
 
-_MAX_POSITION = 2**48 - 1  # far beyond any context, and sums of positions stay far below 2**60
 _T = TypeVar("_T")
 
 
@@ -103,7 +105,7 @@ def physical_blocks(logical_blocks: ArrayLike, ratio: int) -> NDArray[np.int64]:
     """
     if ratio < 1:
         raise PlanError(f"ratio is {ratio}; expected physical blocks per logical one, 1 or more")
-    return _kernels.physical_blocks(_block_ids("logical_blocks", logical_blocks), ratio)
+    return _kernels.physical_blocks(block_ids("logical_blocks", logical_blocks), ratio)
 
 
 class TransferPlan:
@@ -138,7 +140,17 @@ class TransferPlan:
     runs per block, not to the size of the pools.
     """
 
-    __slots__ = ("__weakref__", "_native", "groups", "local", "max_bytes", "memory", "remote")
+    __slots__ = (
+        "__weakref__",
+        "_heads",
+        "_layers",
+        "_native",
+        "groups",
+        "local",
+        "max_bytes",
+        "memory",
+        "remote",
+    )
 
     local: Geometry
     remote: Geometry
@@ -169,15 +181,13 @@ class TransferPlan:
         self.max_bytes = max_bytes
         self.groups = _select_groups(local, remote, groups)
         sides = [geometry.select(self.groups) for geometry in (local, remote)]
-        selection = {
-            "heads": None if heads is None else _select_heads(sides, heads),
-            "layers": None if layers is None else _select_layers(sides, layers),
-        }
+        self._heads = None if heads is None else _select_heads(sides, heads)
+        self._layers = None if layers is None else _select_layers(sides, layers)
         self.memory = (
             _memory("local", local, sides[0]),
             _memory("remote", remote, sides[1]),
         )
-        if max_bytes is not None and not (_is_integer(max_bytes) and max_bytes >= 1):
+        if max_bytes is not None and not (is_integer(max_bytes) and max_bytes >= 1):
             raise PlanError(
                 f"max_bytes is {max_bytes!r}; expected an integer from 1 on, or None for no limit"
             )
@@ -187,7 +197,8 @@ class TransferPlan:
             local_groups=[local.names.index(name) for name in self.groups],
             remote_groups=[remote.names.index(name) for name in self.groups],
             max_bytes=None if max_bytes is None else min(int(max_bytes), 2**60),
-            **selection,
+            heads=None if self._heads is None else _intervals(self._heads),
+            layers=None if self._layers is None else _intervals(self._layers),
         )
 
     def __repr__(self) -> str:
@@ -203,24 +214,34 @@ class TransferPlan:
         remote_start: int | Mapping[str, int] = 0,
     ) -> _native.kv.BlockTables:
         """Check block tables, given as for `descriptors`, and copy them for one transfer."""
+        return self._native.tables(
+            self._tables(local_blocks, remote_blocks, num_tokens, local_start, remote_start)
+        )
+
+    def _tables(
+        self,
+        local_blocks: ArrayLike | Mapping[str, ArrayLike],
+        remote_blocks: ArrayLike | Mapping[str, ArrayLike],
+        num_tokens: int | Mapping[str, int] | None,
+        local_start: int | Mapping[str, int],
+        remote_start: int | Mapping[str, int],
+    ) -> list[_GroupTables]:
         counts = self._per_group("num_tokens", num_tokens, None)
         local_starts = self._per_group("local_start", local_start, 0)
         remote_starts = self._per_group("remote_start", remote_start, 0)
         local_tables = self._per_table("local_blocks", local_blocks)
         remote_tables = self._per_table("remote_blocks", remote_blocks)
-        return self._native.tables(
-            [
-                _group_tables(
-                    group,
-                    local_tables[group.name],
-                    remote_tables[group.name],
-                    counts[group.name],
-                    local_starts[group.name],
-                    remote_starts[group.name],
-                )
-                for group in self.local.select(self.groups)
-            ]
-        )
+        return [
+            _group_tables(
+                group,
+                local_tables[group.name],
+                remote_tables[group.name],
+                counts[group.name],
+                local_starts[group.name],
+                remote_starts[group.name],
+            )
+            for group in self.local.select(self.groups)
+        ]
 
     def descriptors(
         self,
@@ -361,6 +382,86 @@ class TransferPlan:
         tables = self.tables(local_blocks, remote_blocks, num_tokens, local_start, remote_start)
         return PlanDescription(tuple(groups), *tables.totals(), len(tables.descriptors()[0]))
 
+    def digest_scopes(
+        self,
+        local_blocks: ArrayLike | Mapping[str, ArrayLike],
+        remote_blocks: ArrayLike | Mapping[str, ArrayLike],
+        *,
+        num_tokens: int | Mapping[str, int] | None = None,
+        local_start: int | Mapping[str, int] = 0,
+        remote_start: int | Mapping[str, int] = 0,
+        unit: int | None = None,
+        fraction: float = 1.0,
+        seed: int = 0,
+    ) -> tuple[DigestScope, ...]:
+        """Return what both sides digest to verify one transfer: all that it moves, or a sample.
+
+        Groups in which nothing moves are left out. See `descriptors` for the other arguments.
+
+        Parameters
+        ----------
+        unit : int, optional
+            Tokens per digest; by default those of the larger of the two sides' blocks.
+        fraction : float
+            Share of the units to digest, above 0; at least one unit of each group.
+        seed : int
+            Chooses the units. Keep it from the other side until the bytes have moved.
+        """
+        tables = self._tables(local_blocks, remote_blocks, num_tokens, local_start, remote_start)
+        sides = [geometry.select(self.groups) for geometry in (self.local, self.remote)]
+        scopes = []
+        for i, pair in enumerate(zip(*sides, strict=True)):
+            tokens = range(*self._native.overlap(i, tables[i])[0])
+            if not tokens:
+                continue
+            here = pair[0]
+            whole = make_scope(
+                here,
+                tokens,
+                layers=_common(here.layers, self._layers),
+                heads=_common(here.heads, None if here.kv_heads is None else self._heads),
+                unit=max(group.block_tokens for group in pair) if unit is None else unit,
+                turns=tuple((*group.dcp, group.interleave) for group in pair if group.dcp[1] > 1),
+            )
+            units = sample_units(range(whole.units[0], whole.units[-1] + 1), fraction, seed + i)
+            scopes.append(msgspec.structs.replace(whole, units=tuple(units)))
+        return tuple(scopes)
+
+    def verify(
+        self,
+        cache: KVCache,
+        digest: Digest,
+        blocks: ArrayLike | Mapping[str, ArrayLike],
+        *,
+        start: int | Mapping[str, int] = 0,
+        scopes: Iterable[DigestScope] | None = None,
+        peer: str = "",
+    ) -> None:
+        """Verify that local blocks hold what the other side digested.
+
+        Parameters
+        ----------
+        cache : KVCache
+            The local cache.
+        digest : Digest
+            What ``KVCache.digest(remote_blocks, scopes=scopes)`` returned on the other side.
+        blocks, start
+            The local tables of the transfer.
+        scopes : iterable of DigestScope, optional
+            What `digest` has to cover; by default whatever it covers.
+        peer : str
+            Name of the other side, for the error.
+
+        Raises
+        ------
+        KVCorruptError
+            If the bytes differ.
+        PlanError
+            If the digest covers something else, or what the local blocks do not hold.
+        """
+        expected = digest.scopes if scopes is None else tuple(scopes)
+        cache.digest(blocks, start=start, scopes=expected).check(digest, peer=peer)
+
     def _per_group(self, what: str, value: Mapping[str, _T] | _T, default: _T) -> dict[str, _T]:
         if not isinstance(value, Mapping):
             return dict.fromkeys(self.groups, value)
@@ -414,7 +515,7 @@ def _select_groups(
     return tuple(wanted)
 
 
-def _select_heads(sides: list[list[Group]], heads: Iterable[int]) -> list[tuple[int, int]]:
+def _select_heads(sides: list[list[Group]], heads: Iterable[int]) -> list[int]:
     wanted = _numbers("heads", heads)
     for side, groups in zip(("local", "remote"), sides, strict=True):
         # A cache without a head axis counts as one head if no group has such an axis.
@@ -426,10 +527,10 @@ def _select_heads(sides: list[list[Group]], heads: Iterable[int]) -> list[tuple[
                     f"rank {group.tp[0]} of {group.tp[1]} holds {group.heads.start} to "
                     f"{group.heads.stop - 1}"
                 )
-    return _intervals(wanted)
+    return wanted
 
 
-def _select_layers(sides: list[list[Group]], layers: Iterable[int]) -> list[tuple[int, int]]:
+def _select_layers(sides: list[list[Group]], layers: Iterable[int]) -> list[int]:
     wanted = _numbers("layers", layers)
     for side, groups in zip(("local", "remote"), sides, strict=True):
         held = {layer for group in groups for layer in group.layers}
@@ -438,16 +539,20 @@ def _select_layers(sides: list[list[Group]], layers: Iterable[int]) -> list[tupl
             raise PlanError(
                 f"layers {missing} are not held by the {side} side, which has {sorted(held)}"
             )
-    return _intervals(wanted)
+    return wanted
 
 
 def _numbers(what: str, values: object) -> list[int]:
     if not isinstance(values, Iterable):
         raise PlanError(f"{what} is {values!r}; expected integers, or None for all")
-    numbers: list[int] = np.unique(_block_ids(what, list(values))).tolist()
+    numbers: list[int] = np.unique(block_ids(what, list(values))).tolist()
     if not numbers:
         raise PlanError(f"{what} is empty; leave it out to move all that the local side holds")
     return numbers
+
+
+def _common(held: Iterable[int], selected: list[int] | None) -> list[int]:
+    return [number for number in held if selected is None or number in selected]
 
 
 def _intervals(numbers: list[int]) -> list[tuple[int, int]]:
@@ -473,31 +578,11 @@ def _group_tables(
     remote_start: int,
 ) -> _GroupTables:
     where = f"group {group.name!r}: "
-    local = _block_ids(f"{where}local_blocks", local_blocks)
-    remote = _block_ids(f"{where}remote_blocks", remote_blocks)
+    local = block_ids(f"{where}local_blocks", local_blocks)
+    remote = block_ids(f"{where}remote_blocks", remote_blocks)
     positions = (
-        -1 if num_tokens is None else _position(f"{where}num_tokens", num_tokens),
-        _position(f"{where}local_start", local_start),
-        _position(f"{where}remote_start", remote_start),
+        -1 if num_tokens is None else position(f"{where}num_tokens", num_tokens),
+        position(f"{where}local_start", local_start),
+        position(f"{where}remote_start", remote_start),
     )
     return (local, remote, *(positions if group.block_size else (-1, 0, 0)))
-
-
-def _block_ids(what: str, table: ArrayLike) -> NDArray[np.int64]:
-    array = integers(what, table, PlanError)
-    at = first_outside(array, -(2**63), 2**63 - 1)
-    if at is not None:
-        raise PlanError(f"{what} holds {array[at]} at index {at[0]}, which is no block number")
-    return np.ascontiguousarray(array, np.int64)
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _position(what: str, value: int) -> int:
-    if not _is_integer(value):
-        raise PlanError(f"{what} is {value!r}; expected an integer number of tokens")
-    if not 0 <= value <= _MAX_POSITION:
-        raise PlanError(f"{what} is {value}; expected 0 to {_MAX_POSITION}")
-    return int(value)

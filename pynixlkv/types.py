@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from typing import Annotated, NewType
 
 import msgspec
 
-__all__ = ["AgentName", "MemorySpan", "MemoryType", "Operation", "Rank", "TransferState"]
+__all__ = [
+    "AgentName",
+    "DigestMismatch",
+    "MemorySpan",
+    "MemoryType",
+    "Operation",
+    "Rank",
+    "TransferState",
+]
 
 AgentName = NewType("AgentName", str)
 """Name of an agent, unique among the agents that talk to each other."""
@@ -66,3 +75,28 @@ class MemorySpan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """Device ordinal; 0 for host memory."""
     read_only: bool = False
     """Whether it is a source only: transfers read from it, and none writes to it."""
+
+
+@dataclass(frozen=True)
+class DigestMismatch:
+    """A place where the digests of two caches differ."""
+
+    group: str
+    layer: int
+    kv: str
+    """``"K"`` or ``"V"``; empty for a latent and for state."""
+    head: int
+    """Global KV head."""
+    tokens: range
+    here: int
+    """Digest of the local bytes."""
+    there: int
+    """Digest of the other side."""
+
+    def __str__(self) -> str:
+        kv = f"{self.kv} " if self.kv else ""
+        return (
+            f"group {self.group!r} layer {self.layer} {kv}head {self.head} tokens "
+            f"{self.tokens.start} to {self.tokens.stop - 1}: {self.here:#018x} here, "
+            f"{self.there:#018x} there"
+        )

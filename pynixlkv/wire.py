@@ -17,9 +17,10 @@ import msgspec
 from pynixlkv.errors import ProtocolVersionError, WireError
 
 MAGIC = b"PNKV"
-VERSION = 2
+VERSION = 3
 """The one version of everything that two processes exchange: envelopes, handshakes, notifications.
-History: 1 = first; 2 = geometries of a hello without an envelope, `transfer_backend`."""
+History: 1 = first; 2 = geometries of a hello without an envelope, `transfer_backend`; 3 =
+readers of leases, digests."""
 
 MAX_BYTES = 64 << 20
 """Longest message that is looked at: a hello of 1,000 regions on NIXL needs about 100 KB."""

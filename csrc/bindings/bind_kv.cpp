@@ -14,6 +14,7 @@
 #include "base/error.hpp"
 #include "bindings/bind.hpp"
 #include "bindings/py_shared.hpp"
+#include "kv/digest.hpp"
 #include "kv/expansion.hpp"
 
 namespace py = pybind11;
@@ -143,10 +144,45 @@ std::pair<DescriptorArray, DescriptorArray> descriptors(const BlockTables& table
     return {local, remote};
 }
 
+std::span<const std::int64_t> view(const IdArray& array) {
+    return {array.data(), static_cast<std::size_t>(array.size())};
+}
+
+/// @param source a pynixlkv.digest.DigestScope
+/// @param tokens the positions to count, which may be fewer than the scope's
+DescriptorArray digests(const Geometry& geometry, std::size_t group, const IdArray& blocks,
+                        std::uint64_t start, const py::object& source, Bounds tokens) {
+    const auto numbers = [&](const char* name) { return source.attr(name).cast<IdArray>(); };
+    const std::array arrays{numbers("units"), numbers("layers"), numbers("heads")};
+    kv::DigestScope scope{tokens.first,
+                          tokens.second,
+                          number(source.attr("unit")),
+                          view(arrays[0]),
+                          view(arrays[1]),
+                          view(arrays[2]),
+                          source.attr("has_values").cast<bool>() ? 2U : 1U,
+                          {}};
+    for (const py::handle turns : source.attr("turns")) {
+        const auto [rank, ranks, interleave] = turns.cast<std::array<std::uint64_t, 3>>();
+        scope.turns.push_back({rank, ranks, interleave});
+    }
+    DescriptorArray out(
+        {scope.layers.size(), std::size_t{scope.num_kv}, scope.heads.size(), scope.units.size()});
+    const std::span values(out.mutable_data(), scope.size());
+    const py::gil_scoped_release release;
+    std::fill(values.begin(), values.end(), 0);
+    add_digests(geometry.groups.at(group), view(blocks), start, scope, values);
+    return out;
+}
+
 }  // namespace
 
 void bind_kv(py::module_ m) {
-    py::classh<Geometry>(m, "Geometry").def(py::init(&geometry_of), py::arg("geometry"));
+    py::classh<Geometry>(m, "Geometry")
+        .def(py::init(&geometry_of), py::arg("geometry"))
+        // Reads the memory: for caches of this process only.
+        .def("digests", &digests, py::arg("group"), py::arg("blocks"), py::arg("start"),
+             py::arg("scope"), py::arg("tokens"));
 
     py::classh<BlockTables>(m, "BlockTables")
         .def(

@@ -81,7 +81,7 @@ NixlDriver::NixlDriver(std::shared_ptr<const Library> library, std::string name,
                        const DriverOptions& options)
     : agent_(std::make_shared<AgentHandle>(std::move(library), std::move(name), options.agent)),
       backend_(agent_->create_backend(options.backend, options.backend_params)),
-      memory_types_(agent_->backend_info(*backend_).memory),
+      memory_types_(backend_->memory()),
       args_(make_opt_args(agent_->library(), {.backends = {backend_}})) {}
 
 std::unique_ptr<transfer::Registered> NixlDriver::register_memory(

@@ -53,9 +53,10 @@ void MemoryMap::add(Owner owner, std::span<const Span> spans) {
 }
 
 void MemoryMap::add_overlapping(Owner owner, const Span& span) {
-    by_owner_[owner].push_back(
-        spans_.emplace(Key{span.row.device, span.row.address},
-                       Entry{span.row, span.memory, owner, span.is_read_only}));
+    auto& owned = by_owner_[owner];
+    const auto index = static_cast<std::uint32_t>(owned.size());
+    owned.push_back(spans_.emplace(Key{span.row.device, span.row.address},
+                                   Entry{span.row, span.memory, owner, index, span.is_read_only}));
     longest_ = std::max(longest_, span.row.length);
 }
 
@@ -65,16 +66,15 @@ void MemoryMap::remove(Owner owner) {
         return;
     }
     for (const auto& span : found->second) {
-        spans_.erase(span);
+        if (span != spans_.end()) {
+            spans_.erase(span);
+        }
     }
     by_owner_.erase(found);
 }
 
-const MemoryMap::Entry* MemoryMap::find_exactly(const Descriptor& row) const {
-    const auto [first, last] = spans_.equal_range(Key{row.device, row.address});
-    const auto found =
-        std::find_if(first, last, [&](const auto& entry) { return entry.second.row == row; });
-    return found != last ? &found->second : nullptr;
+void MemoryMap::remove(Owner owner, std::uint32_t index) {
+    spans_.erase(std::exchange(by_owner_.at(owner).at(index), spans_.end()));
 }
 
 MemoryMap::Cover MemoryMap::cover(std::span<const Descriptor> rows, const std::string& whose,

@@ -1,21 +1,28 @@
 """A proxy in front of a prefill and a decode server: one OpenAI-compatible endpoint from two.
 
-Each request goes to the prefill server first, cut down to one token; what that server answers in
+Each prompt goes to the prefill server first, cut down to one token; what that server answers in
 ``kv_transfer_params`` is handed to the decode server together with the request, whose answer is
-streamed back as it comes.
+streamed back as it comes. A request with several prompts becomes one request for each of them,
+because a hand-off holds the KV of one prompt.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import itertools
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from aiohttp import ClientResponse, ClientSession, ClientTimeout, web
+from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, web
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 CONNECT_S = 5.0
+MOST_PROMPTS = 1024
 ROUTES = ("/v1/completions", "/v1/chat/completions")
 
 
@@ -35,26 +42,65 @@ class Proxy:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer one request."""
-        body = await request.json()
-        headers = {"X-Request-Id": request.headers.get("X-Request-Id", uuid.uuid4().hex)}
+        try:
+            parts = _split(await request.json())
+        except ValueError as error:
+            return _refuse(400, str(error))
+        try:
+            if len(parts) > 1:
+                return await self._answer_all(request, parts)
+            async with self._ask(request, parts[0]) as answer:
+                return await _pass_on(request, answer)
+        except asyncio.TimeoutError:
+            return _refuse(504, "a server did not answer in time")
+        except (ClientError, ValueError) as error:
+            return _refuse(502, f"a server failed: {error}")
+
+    async def _answer_all(
+        self, request: web.Request, parts: list[dict[str, Any]]
+    ) -> web.StreamResponse:
+        """Answer several prompts as one; the first error stands for all."""
+
+        async def whole(number: int, part: dict[str, Any]) -> ClientResponse:
+            async with self._ask(request, part, f"-{number}") as answer:
+                await answer.read()
+                return answer
+
+        answers = await asyncio.gather(*(whole(*item) for item in enumerate(parts)))
+        for answer in answers:
+            if answer.status != 200:
+                body = await answer.read()
+                kind = answer.content_type
+                return web.Response(status=answer.status, body=body, content_type=kind)
+        merged = [await answer.json() for answer in answers]
+        choices = [choice for each in merged for choice in each["choices"]]
+        merged[0]["choices"] = [{**choice, "index": i} for i, choice in enumerate(choices)]
+        for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            merged[0]["usage"][key] = sum(each["usage"][key] for each in merged)
+        return web.json_response(merged[0])
+
+    @contextlib.asynccontextmanager
+    async def _ask(
+        self, request: web.Request, body: dict[str, Any], suffix: str = ""
+    ) -> AsyncIterator[ClientResponse]:
+        """Send one prompt through prefill to decode; gives the answer of the last one asked."""
+        name = request.headers.get("X-Request-Id", uuid.uuid4().hex)
+        headers = {"X-Request-Id": name + suffix}
         if "Authorization" in request.headers:
             headers["Authorization"] = request.headers["Authorization"]
 
-        first = {**body, "stream": False, "max_tokens": 1, "kv_transfer_params": PREFILL}
-        first.pop("stream_options", None)
-        if "max_completion_tokens" in first:
-            first["max_completion_tokens"] = 1
         url = next(self._prefill) + request.path
-        async with self._session.post(url, json=first, headers=headers) as answer:
+        async with self._session.post(url, json=_first(body), headers=headers) as answer:
             if answer.status != 200:
-                return await _pass_on(request, answer)
+                yield answer
+                return
             params = (await answer.json()).get("kv_transfer_params")
 
         url = next(self._decode) + request.path
         # Without parameters there was nothing to hand over: decode computes the prompt itself.
         second = {**body, "kv_transfer_params": params} if params else body
         async with self._session.post(url, json=second, headers=headers) as answer:
-            return await _pass_on(request, answer)
+            yield answer
 
     def application(self) -> web.Application:
         """Return the web application."""
@@ -64,13 +110,52 @@ class Proxy:
         return app
 
 
+def _split(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return one request for each prompt, in the order of vLLM's answers."""
+    if not isinstance(body, dict):
+        raise ValueError("the request is not a JSON object")
+    prompts = []
+    for key in ("prompt_embeds", "prompt"):
+        given = body.get(key)
+        is_one = not isinstance(given, list) or (given and isinstance(given[0], int))
+        prompts += [(key, each) for each in ([given] if is_one else given) if each is not None]
+    if len(prompts) <= 1:
+        return [body]
+    if body.get("stream"):
+        raise ValueError("several prompts cannot be streamed; send a request for each")
+    if len(prompts) > MOST_PROMPTS:
+        raise ValueError(f"there are {len(prompts)} prompts; send at most {MOST_PROMPTS}")
+    return [{**body, "prompt_embeds": None, "prompt": None, key: each} for key, each in prompts]
+
+
+def _first(body: dict[str, Any]) -> dict[str, Any]:
+    """Return what prefill is asked: one token of one sample, whose KV all samples read."""
+    first = {**body, "stream": False, "max_tokens": 1, "n": 1}
+    for name in ("stream_options", "min_tokens", "best_of"):
+        first.pop(name, None)
+    if "max_completion_tokens" in first:
+        first["max_completion_tokens"] = 1
+    first["kv_transfer_params"] = {**PREFILL, "num_readers": body.get("n") or 1}
+    return first
+
+
+def _refuse(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "code": status}}, status=status)
+
+
 async def _pass_on(request: web.Request, answer: ClientResponse) -> web.StreamResponse:
     """Stream a server's answer back, whatever it is."""
     response = web.StreamResponse(status=answer.status)
     response.content_type = answer.content_type
     await response.prepare(request)
-    async for chunk in answer.content.iter_any():
-        await response.write(chunk)
+    try:
+        async for chunk in answer.content.iter_any():
+            await response.write(chunk)
+    except (ClientError, asyncio.TimeoutError):
+        # The client sees an answer that is cut off, as it was here.
+        if request.transport is not None:
+            request.transport.abort()
+        return response
     await response.write_eof()
     return response
 

@@ -17,6 +17,16 @@ class BlockTables:
 
 class Geometry:
     def __init__(self, geometry: typing.Any) -> None: ...
+    def digests(
+        self,
+        group: typing.SupportsInt | typing.SupportsIndex,
+        blocks: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
+        start: typing.SupportsInt | typing.SupportsIndex,
+        scope: typing.Any,
+        tokens: tuple[
+            typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex
+        ],
+    ) -> numpy.typing.NDArray[numpy.uint64]: ...
 
 class Plan:
     def __init__(

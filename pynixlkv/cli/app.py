@@ -1,4 +1,4 @@
-"""The commands and their options; `demo`, `bench` and `native_report` implement them."""
+"""The commands and their options; `demo`, `bench`, `size` and `native_report` implement them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from pynixlkv.cli.bench.cases import TRANSPORTS
 from pynixlkv.cli.models import MODELS
 from pynixlkv.cli.rank import Role
-from pynixlkv.cli.render import info_table, show_bench, show_demo
+from pynixlkv.cli.render import info_table, show_bench, show_demo, show_size
 from pynixlkv.errors import PynixlkvError
 
 if TYPE_CHECKING:
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
     from pynixlkv.cli.bench.run import BenchReport
     from pynixlkv.cli.demo import DemoReport
+    from pynixlkv.cli.size import SizeReport
 
-    Report = TypeVar("Report", DemoReport, BenchReport)
+    Report = TypeVar("Report", DemoReport, BenchReport, SizeReport)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -191,3 +192,61 @@ def bench(
         return report
 
     _run(run, show_bench, as_json=as_json)
+
+
+@app.command()
+def size(
+    model: Annotated[
+        str, typer.Option(help="One of " + ", ".join(model.name for model in MODELS) + ".")
+    ] = MODELS[0].name,
+    prefill_tp: Annotated[int, typer.Option(min=1, help="Ranks of a prefill engine.")] = 1,
+    decode_tp: Annotated[int, typer.Option(min=1, help="Ranks of a decode engine.")] = 1,
+    prefill_axes: Annotated[
+        str | None, typer.Option(help="Layout of prefill, as for demo.", show_default="HND")
+    ] = None,
+    decode_axes: Annotated[
+        str | None, typer.Option(help="Layout of decode, as for demo.", show_default="HND")
+    ] = None,
+    prefill_block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a block.", show_default="16")
+    ] = None,
+    decode_block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a block.", show_default="16")
+    ] = None,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a request.")] = 8192,
+    link: Annotated[
+        str, typer.Option(help="Speed of the link of one rank in Gb/s, such as 100Gb.")
+    ] = "100Gb",
+    rate: Annotated[float, typer.Option(help="Requests a second, of the whole fleet.")] = 1.0,
+    prefill_engines: Annotated[int, typer.Option(min=1, help="Engines of prefill.")] = 1,
+    decode_engines: Annotated[int, typer.Option(min=1, help="Engines of decode.")] = 1,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds from the end of a prefill to its transfer.")
+    ] = 0.5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compute what hand-offs cost: bytes, descriptors, time, held blocks, links, connections.
+
+    Nothing is measured: bytes and descriptors come from the planner, times from the link's speed.
+    """
+    from pynixlkv.cli.size import SizeOptions, link_speed, size_fleet
+
+    def run(_: object) -> SizeReport:
+        options = SizeOptions(
+            model=model,
+            prefill_tp=prefill_tp,
+            decode_tp=decode_tp,
+            prefill_axes=prefill_axes,
+            decode_axes=decode_axes,
+            prefill_block_size=prefill_block_size,
+            decode_block_size=decode_block_size,
+            prompt=prompt,
+            link=link_speed(link),
+            rate=rate,
+            prefill_engines=prefill_engines,
+            decode_engines=decode_engines,
+            wait=wait,
+        )
+        return size_fleet(options)
+
+    _run(run, show_size, as_json=as_json)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from pynixlkv.cli.bench.run import BenchReport
     from pynixlkv.cli.demo import DemoReport, OperationReport
+    from pynixlkv.cli.size import SizeReport
 
 
 def _milliseconds(seconds: float) -> str:
@@ -115,3 +116,30 @@ def bench_verdict(report: BenchReport) -> list[str]:
         if series.failures or series.wrong_bytes
     ]
     return lines or [f"{len(report.cases)} cases: no run failed, all bytes that arrived are equal"]
+
+
+def show_size(report: SizeReport, console: Console) -> None:
+    """Print what hand-offs cost."""
+    options = report.options
+    table = Table(
+        title=f"{options.model}, TP {options.prefill_tp} to TP {options.decode_tp}, "
+        f"prompts of {options.prompt:,} tokens, {options.link:g} Gb/s for each rank",
+        title_justify="left",
+        show_header=False,
+    )
+    rows = {
+        "bytes of a token": f"{report.bytes_per_token:,}",
+        "bytes of a request": f"{report.request_bytes:,}",
+        "  at a rank of decode": f"{report.rank_bytes:,} from {report.sources} ranks",
+        "  descriptors there": f"{report.descriptors:,} of {report.shortest_run:,} bytes or more",
+        "  time on the link": _milliseconds(report.transfer_s),
+        f"load of {options.rate:g} requests/s": f"{report.load_gb_per_s:,.2f} GB/s",
+        "  links of prefill, of decode": f"{report.prefill_links:,}, {report.decode_links:,}",
+        "leases held by prefill": f"{report.leases:,.1f}",
+        "  blocks held": f"{report.held_blocks:,.0f}",
+        "peers of a rank of prefill": f"{report.prefill_peers:,}, {report.prefill_fds:,} files",
+        "peers of a rank of decode": f"{report.decode_peers:,}, {report.decode_fds:,} files",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table)

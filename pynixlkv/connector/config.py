@@ -10,7 +10,7 @@ from pynixlkv.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pynixlkv.connector.metadata import TransferMode
+    from pynixlkv.connector.metadata import Checksums, TransferMode
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,16 @@ class ConnectorConfig:
     partial_blocks: bool = True
     """Hand over a last block that is not full. Otherwise prompts are cut to whole blocks, and one
     that is shorter than a block is not handed over."""
+    self_test: bool = True
+    """Before the first request from a producer, test that both sides mean the same by the axes of
+    their caches; see `pynixlkv.connector.self_test`. Takes up to 4 MiB of the cache's memory."""
     max_bytes: int | None = None
     """Longest descriptor, see `pynixlkv.plan.TransferPlan`."""
+    checksums: Checksums = "sampled"
+    """Compare digests of received KV with the producer's: ``"all"`` of it, ``"sampled"``, or
+    ``"off"``. The consumer's option; every producer answers."""
+    checksum_fraction: float = 1 / 16
+    """Part of a request's KV that ``"sampled"`` compares; at least one unit of each group."""
     compatibility: Mapping[str, str] = field(default_factory=dict)
     """What both sides must agree on beyond their geometries (model, attention backend)."""
     allow_insecure: bool = False
@@ -46,6 +54,14 @@ class ConnectorConfig:
     def __post_init__(self) -> None:
         if self.transfer_mode not in ("pull", "push"):
             raise ConfigError(f"transfer_mode is {self.transfer_mode!r}; expected 'pull' or 'push'")
+        if self.checksums not in ("off", "sampled", "all"):
+            raise ConfigError(
+                f"checksums is {self.checksums!r}; expected 'off', 'sampled' or 'all'"
+            )
+        if self.checksum_fraction > 1:
+            raise ConfigError(
+                f"checksum_fraction is {self.checksum_fraction}; expected a number above 0, up to 1"
+            )
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:

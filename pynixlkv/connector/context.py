@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from pynixlkv.errors import DuplicatePeerError, PeerLostError, PlanError
 from pynixlkv.plan import physical_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from concurrent.futures import Future
 
     from numpy.typing import ArrayLike
 
@@ -35,7 +36,7 @@ class WorkerContext:
     agent: Agent
     identity: messages.ConsumerRank
     """How the worker introduces itself to producers."""
-    cache: Geometry
+    kv: KVCache
     """What transfers read and write: the KV cache, or the host cache it is staged in."""
     lease_buffer: KVCache
     """Where lease words are read to."""
@@ -46,6 +47,15 @@ class WorkerContext:
     config: ConnectorConfig
     stats: ConnectorStats
     peers: Peers
+    scratch: KVCache | None
+    """For the self-test; None if it is off."""
+    compute: Callable[[Callable[[], Any]], Future[Any]]
+    """Runs a function that takes long on another thread; its end wakes the agent."""
+
+    @property
+    def cache(self) -> Geometry:
+        """The geometry of `kv`."""
+        return self.kv.geometry
 
     def introduce(self, peer: Peer) -> None:
         """Tell a producer's rank how it reaches this worker."""

@@ -14,14 +14,18 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from pynixlkv.connector.metadata import BlockLists, Lease, ParallelSizes
+from pynixlkv.connector.metadata import BlockLists, Lease, Number, NumReaders, ParallelSizes
+from pynixlkv.digest import DigestScope
 from pynixlkv.errors import WireError
 from pynixlkv.types import Rank
 
 MAX_ENTRIES = 1024
 """Most requests in one message; with the longest ids it still fits a notification."""
 
-_PushId = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+MAX_DIGESTS = 1 << 16
+"""Most digests in one answer; they fit a notification."""
+MAX_SCOPES = 256
+"""Most scopes of one answer: groups, for each set of heads that they move."""
 
 
 class LeaseStatus(enum.IntEnum):
@@ -49,10 +53,24 @@ class ConsumerHello(msgspec.Struct, frozen=True, tag="consumer_hello"):
     hello: bytes
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """The consumer still wants these requests."""
+class Reader(msgspec.Struct, frozen=True, array_like=True):
+    """A request of a consumer that reads a lease. Its first message attaches it to the lease."""
 
-    requests: Annotated[list[tuple[str, Lease]], msgspec.Meta(max_length=MAX_ENTRIES)]
+    request_id: str
+    """The producer's."""
+    lease: Lease | None
+    """None if the consumer did not wait for the prefill."""
+    number: Number = 0
+    """Drawn by the consumer's scheduler, so that no other consumer can end this reader."""
+    num_readers: NumReaders = 1
+    """How many readers the lease has in all, as far as this one knows; 0 if it does not."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """The consumer's requests still read these leases, or begin to."""
+
+    requests: Annotated[list[Reader], msgspec.Meta(max_length=MAX_ENTRIES)]
+    wants_ack: bool = True
 
 
 class HeartbeatAck(msgspec.Struct, frozen=True, tag="heartbeat_ack"):
@@ -65,7 +83,7 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     """The consumer's rank is done with these requests, whether it read them or not."""
 
     consumer: ConsumerRank
-    requests: Annotated[list[tuple[str, Lease | None]], msgspec.Meta(max_length=MAX_ENTRIES)]
+    requests: Annotated[list[Reader], msgspec.Meta(max_length=MAX_ENTRIES)]
 
 
 class Push(msgspec.Struct, frozen=True, tag="push"):
@@ -77,31 +95,71 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
     """
 
     consumer: ConsumerRank
-    push_id: _PushId
+    push_id: Number
     request_id: str
     lease: Lease | None
     blocks: BlockLists
     starts: tuple[int, ...]
     block_sizes: tuple[int, ...]
     num_tokens: int
+    is_verified: bool = False
+    """The consumer asks for digests afterwards: its release ends the lease, not the `PushDone`."""
+    reader_number: Number = 0
+    num_readers: NumReaders = 1
+    content: str | None = None
+    """Digest of the consumer's prompt, if it has no hand-off to compare with."""
+
+    @property
+    def reader(self) -> Reader:
+        """The reader that asks."""
+        return Reader(self.request_id, self.lease, self.reader_number, self.num_readers)
 
 
 class CancelPush(msgspec.Struct, frozen=True, tag="cancel_push"):
     """The consumer gives a push up, and waits for the `PushDone` that says it is quiet."""
 
-    push_id: _PushId
+    push_id: Number
 
 
 class PushDone(msgspec.Struct, frozen=True, tag="push_done"):
     """A push has ended and is quiet: written if `error` is empty, otherwise failed."""
 
-    push_id: _PushId
+    push_id: Number
     expired: bool
     error: str
 
 
+class DigestRequest(msgspec.Struct, frozen=True, tag="digest_request"):
+    """Asks a producer's rank for digests of what it gives this consumer's rank of a request.
+
+    Sent when the bytes are on their way or have arrived, and repeated until it is answered.
+    """
+
+    digest_id: Number
+    reader: Reader
+    scopes: Annotated[tuple[DigestScope, ...], msgspec.Meta(min_length=1, max_length=MAX_SCOPES)]
+    """They have at most `MAX_DIGESTS` digests in all."""
+
+
+class Digests(msgspec.Struct, frozen=True, tag="digests"):
+    """Answer to a `DigestRequest`: for each scope, 64 bits for each digest; or why not."""
+
+    digest_id: Number
+    values: Annotated[list[bytes], msgspec.Meta(max_length=MAX_SCOPES)] = []
+    expired: bool = False
+    error: str = ""
+
+
 Message: TypeAlias = (
-    ConsumerHello | Heartbeat | HeartbeatAck | Release | Push | CancelPush | PushDone
+    ConsumerHello
+    | Heartbeat
+    | HeartbeatAck
+    | Release
+    | Push
+    | CancelPush
+    | PushDone
+    | DigestRequest
+    | Digests
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -24,10 +24,24 @@ BlockLists = tuple[tuple[int, ...], ...]
 TransferMode = Literal["pull", "push"]
 """Who moves the bytes: ``"pull"``, the consumer reads; ``"push"``, the producer writes."""
 
+Checksums = Literal["off", "sampled", "all"]
+"""How much of a request's KV the consumer compares with the producer's digests."""
+
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
-_Size = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+_MAX_RANKS = 4096
+_Size = Annotated[int, msgspec.Meta(ge=1, le=_MAX_RANKS)]
 _Port = Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
+
+_BlockTables = Annotated[
+    tuple[Annotated[tuple[_Index, ...], msgspec.Meta(max_length=1 << 22)], ...],
+    msgspec.Meta(max_length=64),
+]
+MAX_READERS = 1024
+"""Most readers of one lease that a producer keeps account of; with more it lasts its time."""
+
+Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+NumReaders = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
 
 _LEASE = re.compile(r"(\d{1,9})-([0-9a-f]{1,16})")
 
@@ -39,7 +53,9 @@ class EndState(enum.Enum):
     """All bytes arrived, and the producer held its blocks while they moved."""
     FAILED = "failed"
     EXPIRED = "expired"
-    """The producer's lease ended before the bytes had moved."""
+    """The producer's lease ended before the bytes had moved, or before it gave their digests."""
+    CORRUPT = "corrupt"
+    """The bytes that arrived are not those that the producer held: their digests differ."""
     ABORTED = "aborted"
     """Given up by the engine."""
 
@@ -72,6 +88,12 @@ class ParallelSizes(msgspec.Struct, frozen=True):
     dcp: _Size = 1
     """Ranks that share the tokens of a head (decode context parallelism)."""
 
+    def __post_init__(self) -> None:
+        if self.pp * self.tp > _MAX_RANKS:
+            raise ConfigError(
+                f"an engine of {self.pp} x {self.tp} ranks; expected at most {_MAX_RANKS}"
+            )
+
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """The ``kv_transfer_params`` of a request.
@@ -90,7 +112,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     remote_host: _Text | None = None
     """The producer's side channel."""
     remote_port: _Port | None = None
-    remote_block_ids: tuple[tuple[_Index, ...], ...] | None = None
+    remote_block_ids: _BlockTables | None = None
     """The producer's block tables, one for each group, in token order."""
     remote_starts: tuple[_Index, ...] | None = None
     """Token position of the first block of each table; zeros if left out."""
@@ -98,6 +120,8 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens per block of each table; left out if they are the blocks of its geometry."""
     remote_num_tokens: _Index | None = None
     """Tokens, from position 0 on, whose KV the producer holds."""
+    content: _Text | None = None
+    """Digest of what decides the KV of these tokens, see `RequestInfo.content`."""
     tp_size: _Size = 1
     pp_size: _Size = 1
     dcp_size: _Size = 1
@@ -107,7 +131,13 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that the lease lasts after its start and after each heartbeat."""
     transfer_mode: TransferMode = "pull"
     sibling_group: _Text | None = None
-    """Requests of one group are released together (the samples of one prompt)."""
+    """To a producer: requests of one group are samples of one prompt, and share a lease."""
+    num_readers: NumReaders = 1
+    """Requests of consumers that are going to read the lease, such as the samples of a prompt. A
+    router can tell it to the producer or the consumers. With 0, for an unknown number, the lease
+    lasts a heartbeat longer than its last reader."""
+    reader: Number | None = None
+    """Set by the consumer's scheduler: which reader of the lease it is."""
 
     @classmethod
     def from_dict(cls, params: Mapping[str, Any] | None) -> KVTransferParams:
@@ -127,6 +157,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
         return made
 
     def _check(self) -> None:
+        self.parallel  # noqa: B018 - its constructor checks the product
         if not self.do_remote_prefill:
             return
         if self.do_remote_decode:
@@ -194,6 +225,10 @@ class RequestInfo:
     """The engine's own id; the other side's may differ."""
     num_prompt_tokens: int
     params: KVTransferParams = field(default_factory=KVTransferParams)
+    content: Callable[[int], str] | None = None
+    """Returns a digest of all that decides the KV of the first n tokens of the prompt (tokens,
+    adapters, images), equal on both sides. A consumer that has one refuses a hand-off of other
+    content, or of none; without one nothing is checked."""
 
 
 @dataclass(frozen=True)
@@ -210,11 +245,14 @@ class ReqMeta:
     """Where to receive from."""
     lease: Lease | None = None
     """The lease to hold, for a request that is sent."""
-    sibling_group: str | None = None
+    num_readers: int = 1
+    """Of the lease; may grow when the request is sent again."""
     host_blocks: BlockLists | None = None
     """Block tables in the host cache, where device memory is staged."""
     block_sizes: tuple[int, ...] = ()
     """Tokens per block of each table; empty if they are the geometry's blocks."""
+    content: str | None = None
+    """Digest of the whole prompt, to be compared where a push does not wait for the hand-off."""
 
 
 @dataclass
@@ -229,8 +267,12 @@ class ConnectorMetadata:
     """The blocks of these were taken away; they are computed again."""
     reqs_to_send: dict[str, ReqMeta] = field(default_factory=dict)
     """Hold these under their leases until their readers are done."""
+    reqs_to_end: dict[str, str] = field(default_factory=dict)
+    """The leases of these end now, and why."""
     reqs_not_held: dict[str, str] = field(default_factory=dict)
     """These will never be sent, and why: tell waiting consumers."""
+    reqs_to_come: set[str] = field(default_factory=set)
+    """These are going to be computed here, for a push that may be asked for already."""
     reqs_waiting: dict[str, KVTransferParams] = field(default_factory=dict)
     """These are queued: connect to their producers, and keep their leases alive."""
     reqs_to_release: dict[str, KVTransferParams] = field(default_factory=dict)

@@ -7,6 +7,9 @@ Pull: at every source rank, read the lease word until it is the lease's token, t
 the word again. The request is received only if the word still is the token at every source: the
 first look shows that the blocks are complete, the second that they were not reused.
 
+Then compare digests of what has arrived with those that the source ranks compute, while they hold
+their blocks (see `pynixlkv.connector.checksums`).
+
 Push: ask every source rank to write. Only the source knows when its writes have ended, so a failed
 request keeps its blocks until every rank that was asked has answered or is known to be gone, and a
 rank is asked only once it has proved that it can answer.
@@ -22,12 +25,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from pynixlkv.connector import messages
+from pynixlkv.connector.checksums import Verification
 from pynixlkv.connector.leases import status
 from pynixlkv.connector.messages import LeaseStatus
 from pynixlkv.connector.metadata import EndState, KVTransferParams, Lease, ReqMeta
 from pynixlkv.connector.remote_engines import RemoteEngine, RemoteEngineState, RemoteRank
 from pynixlkv.connector.staging import has_completed
 from pynixlkv.errors import (
+    KVCorruptError,
     LeaseExpired,
     PeerLostError,
     PlanError,
@@ -71,9 +76,10 @@ class RequestEnd:
 class _Step(enum.Enum):
     CONNECTING = 0  # waits for the handshake, or for the device to finish with the blocks
     MOVING = 1
-    STAGING = 2  # in the host cache, being copied to the device
-    DRAINING = 3  # has its end, waits for quiet
-    OVER = 4
+    VERIFYING = 2  # all is here, and was held; digests are compared
+    STAGING = 3  # in the host cache, being copied to the device
+    DRAINING = 4  # has its end, waits for quiet
+    OVER = 5
 
 
 @dataclass(eq=False)
@@ -97,9 +103,14 @@ class _Queued:
     """A request that waits for its blocks."""
 
     remote: KVTransferParams
-    lease: Lease | None
+    reader: messages.Reader
     engine: RemoteEngine
     end: EndState | None = None
+
+    @property
+    def lease(self) -> Lease | None:
+        """The producer's lease, if it is known."""
+        return self.reader.lease
 
 
 @dataclass(eq=False, kw_only=True)
@@ -117,6 +128,7 @@ class _Request(_Queued):
     """Ranks that have been asked to write and have not answered."""
     ask_at: float = 0.0
     """When to ask them again: a request or an answer may be lost."""
+    verification: Verification | None = None
     staging: DeviceEvent | None = None
     error: Exception | None = None
 
@@ -153,9 +165,10 @@ class Receiver:
         self._by_push_id: dict[int, _Request] = {}
         # A random start keeps ids of an earlier life of this worker from matching.
         self._next_push_id = secrets.randbits(61)
-        self._releasing: list[tuple[KVTransferParams, RemoteEngine]] = []
+        self._attaching: dict[RemoteEngine, list[messages.Reader]] = defaultdict(list)
+        self._releasing: list[tuple[messages.Reader, RemoteEngine]] = []
         self._checks: list[_Check] = []
-        self._outbox: dict[RemoteRank, list[tuple[str, Lease | None]]] = defaultdict(list)
+        self._outbox: dict[RemoteRank, list[messages.Reader]] = defaultdict(list)
 
     # ---- the engine's commands
 
@@ -164,10 +177,11 @@ class Receiver:
         if request_id in self._requests:
             raise PlanError(f"request {request_id!r} is being received, it does not wait")
         self._forget(request_id)
-        lease = remote.lease_token
+        reader = _reader(remote)
         engine = self._engine(remote, now)
         engine.requests.add(request_id)
-        self._queued[request_id] = _Queued(remote=remote, lease=lease, engine=engine)
+        self._queued[request_id] = _Queued(remote=remote, reader=reader, engine=engine)
+        self._attach(reader, engine)
 
     def receive(
         self, request_id: str, meta: ReqMeta, event: DeviceEvent | None, now: float
@@ -176,16 +190,19 @@ class Receiver:
         remote = meta.remote
         if remote is None or request_id in self._requests:
             raise PlanError(f"request {request_id!r} cannot be received (again)")
+        reader = _reader(remote)
+        is_attached = request_id in self._queued
         self._forget(request_id)
-        lease = remote.lease_token
         engine = self._engine(remote, now)
         engine.requests.add(request_id)
+        if not is_attached:
+            self._attach(reader, engine)
         self._next_push_id += 1
         request = _Request(
             id=request_id,
             meta=meta,
             remote=remote,
-            lease=lease,
+            reader=reader,
             engine=engine,
             event=event,
             deadline=now + self._ctx.config.transfer_timeout,
@@ -196,7 +213,7 @@ class Receiver:
     def release(self, request_id: str, remote: KVTransferParams, now: float) -> None:
         """Tell a producer, once, that a request is no longer wanted."""
         self._forget(request_id)
-        self._releasing.append((remote, self._engine(remote, now)))
+        self._releasing.append((_reader(remote), self._engine(remote, now)))
 
     def abort(self, request_id: str) -> None:
         """End a request that the engine has given up."""
@@ -207,6 +224,11 @@ class Receiver:
                 EndState.ABORTED,
                 TransferCancelled(f"request {request_id!r} was aborted by its engine"),
             )
+
+    def _attach(self, reader: messages.Reader, engine: RemoteEngine) -> None:
+        """Attach a reader before others of the lease can end it; heartbeats repeat it."""
+        if engine.state is RemoteEngineState.READY and reader.lease is not None:
+            self._attaching[engine].append(reader)
 
     def _engine(self, remote: KVTransferParams, now: float) -> RemoteEngine:
         lease_duration = remote.lease_duration or self._ctx.config.lease_duration
@@ -221,19 +243,20 @@ class Receiver:
 
     def on_heartbeat_ack(self, agent: str, message: messages.HeartbeatAck) -> None:
         """Take a producer's answer to a heartbeat."""
-        producer = self._engines.rank_of(agent)
-        if producer is None:
+        producers = self._engines.ranks_of(agent)
+        if not producers:
             # An answer may arrive before `settle` has seen the end of the handshake.
             is_early = any(e.state is RemoteEngineState.CONNECTING for e in self._engines.all())
             self._ctx.stats.count("early_notifications" if is_early else "foreign_notifications")
             return
-        producer.unanswered = 0
-        producer.has_answered = True
+        for producer in producers:
+            producer.unanswered = 0
+            producer.has_answered = True
         ended = {lease for _, lease, state in message.not_held if state is LeaseStatus.ENDED}
         for request in list(self._requests.values()) if ended else ():
             # Once a pull has begun, only the lease word says whether it was in time.
             if request.lease in ended and request.step is _Step.CONNECTING:
-                self._expire(request, producer)
+                self._expire(request, producers[0])
 
     def on_push_done(self, agent: str, message: messages.PushDone) -> None:
         """Take the end of a push."""
@@ -258,6 +281,30 @@ class Receiver:
                 ),
             )
 
+    def on_digests(self, agent: str, message: messages.Digests) -> None:
+        """Take a rank's digests of what it gave."""
+        request = self._by_push_id.get(message.digest_id)
+        check = None if request is None else request.verification
+        ranks = () if check is None else check.ask_at
+        producer = next((rank for rank in ranks if rank.peer.name == agent), None)
+        if request is None or check is None or producer is None:
+            self._ctx.stats.count("late_notifications")
+        elif message.expired:
+            self._expire(request, producer, "before it gave digests of them")
+        elif message.error:
+            self._fail(
+                request,
+                TransferError(
+                    f"the producer's rank {producer.rank} gave no digests: {message.error}",
+                    peer=producer.peer.name,
+                ),
+            )
+        else:
+            try:
+                check.take(producer, message.values)
+            except PynixlkvError as error:
+                self._fail(request, error)
+
     # ---- the thread's round
 
     def poll(self, now: float, ends: dict[str, RequestEnd]) -> float:
@@ -265,6 +312,7 @@ class Receiver:
         for engine in self._engines.settle(now):
             self._lose(engine)
         due = self._send_due_heartbeats(now)
+        self._send_attaches()
         self._checks = [check for check in self._checks if not self._take_words(check, now)]
         to_check: _ToCheck = defaultdict(list)
         for request in list(self._requests.values()):
@@ -282,6 +330,8 @@ class Receiver:
         return 0.0 if self._engines.have_news else due
 
     def _advance(self, request: _Request, now: float, to_check: _ToCheck) -> float:
+        if request.step is _Step.CONNECTING and request.engine.is_queued:
+            request.deadline = now + self._ctx.config.transfer_timeout
         if request.end is None and now >= request.deadline:
             self._fail(
                 request,
@@ -310,8 +360,13 @@ class Receiver:
                 else:
                     due = min(due, source.check_at - now)
             if not request.pushing and all(source.is_held for source in request.sources):
-                request.step = _Step.STAGING
-                request.staging = self._ctx.stage("h2d", request.meta)
+                request.step = _Step.VERIFYING
+                if request.verification is not None:
+                    request.verification.begin()
+        if request.verification is not None and request.end is None:
+            due = min(due, self._verify(request, request.verification, now))
+        elif request.step is _Step.VERIFYING:
+            self._stage(request)
         if request.step is _Step.STAGING:
             if request.staging is not None and not request.staging.query():
                 return _POLL_S
@@ -335,6 +390,10 @@ class Receiver:
 
     def _start(self, request: _Request) -> None:
         request.step = _Step.MOVING
+        if self._ctx.config.checksums != "off":
+            request.verification = Verification(
+                self._ctx, request.id, request.meta, request.engine.sources
+            )
         if self._ctx.config.transfer_mode == "push":
             request.pushing.update(request.engine.sources)
             return
@@ -419,12 +478,16 @@ class Receiver:
             message = messages.Push(
                 consumer=self._ctx.identity,
                 push_id=request.push_id,
-                request_id=str(request.remote.remote_request_id),
+                request_id=request.reader.request_id,
                 lease=request.lease,
                 blocks=meta.host_blocks or meta.blocks,
                 starts=meta.starts,
                 block_sizes=meta.block_sizes,
                 num_tokens=meta.num_tokens,
+                is_verified=request.verification is not None,
+                reader_number=request.reader.number,
+                num_readers=request.reader.num_readers,
+                content=meta.content,
             )
         data = messages.encode(message)
         for producer in list(request.pushing):
@@ -437,7 +500,40 @@ class Receiver:
                 self._fail(request, error)
         return request.ask_at - now
 
+    def _verify(self, request: _Request, check: Verification, now: float) -> float:
+        """Ask for digests of what is being read or has been written, and compare them at last."""
+        asked = set(check.ask_at) if request.step is _Step.VERIFYING else set()
+        asked.update(source.producer for source in request.sources if source.is_granted)
+        due = float("inf")
+        for producer in [p for p in check.ask_at if p in asked and p.has_answered]:
+            if now >= check.ask_at[producer]:
+                check.ask_at[producer] = now + request.engine.heartbeat_period
+                message = messages.DigestRequest(
+                    digest_id=request.push_id,
+                    reader=request.reader,
+                    scopes=tuple(check.scopes[producer]),
+                )
+                try:
+                    self._ctx.agent.notify(producer.peer, messages.encode(message))
+                except PynixlkvError as error:
+                    self._fail(request, error)
+            due = min(due, check.ask_at[producer] - now)
+        if request.step is _Step.VERIFYING and not check.ask_at and check.is_quiet:
+            try:
+                check.check()
+            except KVCorruptError as error:
+                self._finish(request, EndState.CORRUPT, error)
+            else:
+                self._stage(request)
+        return due
+
+    def _stage(self, request: _Request) -> None:
+        request.step = _Step.STAGING
+        request.staging = self._ctx.stage("h2d", request.meta)
+
     def _is_quiet(self, request: _Request) -> bool:
+        if request.verification is not None and not request.verification.is_quiet:
+            return False
         if request.staging is not None and not has_completed(request.staging):
             return False
         return not request.pushing and all(t.is_quiet for t in request.transfers)
@@ -538,7 +634,7 @@ class Receiver:
         for request_id in engine.requests:
             request = self._requests.get(request_id) or self._queued.get(request_id)
             if request is not None and request.lease is not None and request.end is None:
-                wanted.append((str(request.remote.remote_request_id), request.lease))
+                wanted.append(request.reader)
         heartbeats = [messages.encode(messages.Heartbeat(e)) for e in _chunks(wanted) or [[]]]
         for producer in engine.ranks:
             try:
@@ -551,6 +647,19 @@ class Receiver:
                 self._engines.drop(engine, _lost(engine, error))
                 return False
         return True
+
+    def _send_attaches(self) -> None:
+        attaching, self._attaching = self._attaching, defaultdict(list)
+        for engine, all_readers in attaching.items():
+            if engine.state is not RemoteEngineState.READY:
+                continue
+            try:
+                for readers in _chunks(all_readers):
+                    data = messages.encode(messages.Heartbeat(readers, wants_ack=False))
+                    for producer in engine.ranks:
+                        self._ctx.agent.notify(producer.peer, data)
+            except PynixlkvError as error:
+                self._engines.drop(engine, _lost(engine, error))
 
     def _lose(self, engine: RemoteEngine) -> None:
         for request_id in [r for r, queued in self._queued.items() if queued.engine is engine]:
@@ -565,14 +674,15 @@ class Receiver:
 
     # ---- ends
 
-    def _expire(self, request: _Request, producer: RemoteRank) -> None:
+    def _expire(
+        self, request: _Request, producer: RemoteRank, when: str = "before its bytes had moved"
+    ) -> None:
         self._finish(
             request,
             EndState.EXPIRED,
             LeaseExpired(
                 f"the lease of request {request.id!r} ended at rank {producer.rank} of engine "
-                f"{request.engine.engine_id!r} before its bytes had moved; they may be those of "
-                "another request",
+                f"{request.engine.engine_id!r} {when}; they may be those of another request",
                 peer=producer.peer.name,
             ),
         )
@@ -593,6 +703,8 @@ class Receiver:
         for transfer in request.transfers:
             if not transfer.state.is_end:
                 transfer.cancel()
+        if request.verification is not None:
+            request.verification.cancel()
 
     def _close(self, request: _Request, now: float) -> RequestEnd:
         engine = request.engine
@@ -600,8 +712,12 @@ class Receiver:
         engine.last_used = now
         end = request.end
         assert end is not None
-        has_written = end is EndState.RECEIVED and self._ctx.config.transfer_mode == "push"
-        self._tell(request.remote, engine, only_bystanders=has_written)
+        has_written = (
+            end is EndState.RECEIVED
+            and self._ctx.config.transfer_mode == "push"
+            and request.verification is None
+        )
+        self._tell(request.reader, engine, only_bystanders=has_written)
         self._ctx.stats.ended(end.value, request.error)
         if end is EndState.RECEIVED:
             return RequestEnd(end, None, ())
@@ -613,27 +729,26 @@ class Receiver:
         return RequestEnd(end, request.error, request.meta.blocks)
 
     def _tell(
-        self, remote: KVTransferParams, engine: RemoteEngine, *, only_bystanders: bool = False
+        self, reader: messages.Reader, engine: RemoteEngine, *, only_bystanders: bool = False
     ) -> None:
         """Release a request at the producer's ranks, or at those that bytes do not come from.
 
         Ranks that have written the request know already.
         """
         if engine.state is RemoteEngineState.CONNECTING:
-            self._releasing.append((remote, engine))
+            self._releasing.append((reader, engine))
             return
         if engine.state is RemoteEngineState.DEAD:
             self._ctx.stats.count("releases_lost")  # its leases expire by themselves
             return
-        entry = str(remote.remote_request_id), remote.lease_token
         for producer in engine.ranks:
-            if not (only_bystanders and producer.plans) and entry not in self._outbox[producer]:
-                self._outbox[producer].append(entry)
+            if not (only_bystanders and producer.plans):
+                self._outbox[producer].append(reader)
 
     def _flush_releases(self) -> None:
         releasing, self._releasing = self._releasing, []
-        for remote, engine in releasing:
-            self._tell(remote, engine)
+        for reader, engine in releasing:
+            self._tell(reader, engine)
         outbox, self._outbox = self._outbox, defaultdict(list)
         for producer, all_entries in outbox.items():
             for entries in _chunks(all_entries):
@@ -655,6 +770,11 @@ class Receiver:
             "receiving": len(self._requests),
             "lease_checks": len(self._words) - len(self._free_words),
         }
+
+
+def _reader(remote: KVTransferParams) -> messages.Reader:
+    request_id, lease = str(remote.remote_request_id), remote.lease_token
+    return messages.Reader(request_id, lease, remote.reader or 0, remote.num_readers)
 
 
 def _chunks(entries: list[_T]) -> list[list[_T]]:

@@ -3,21 +3,27 @@
 A `RemoteEngine` is created on first use and connects in the background; any number of requests can
 wait for it. Its states are CONNECTING, READY and DEAD, in this order. It is forgotten once it is
 dead or idle.
+
+Hand-offs come from outside and may be stale or made up. So a hand-off whose facts differ from those
+of a connection gets a connection of its own, and an older one gives way only when a handshake has
+shown that its engine, or the tenant of its address, is another one.
 """
 
 from __future__ import annotations
 
 import enum
+import threading
+from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from pynixlkv.connector import tp_mapping
+from pynixlkv.connector import self_test, tp_mapping
 from pynixlkv.connector.leases import LEASE_GROUP
 from pynixlkv.errors import HandshakeError, PeerLostError, PynixlkvError, RankNotFound, StateError
 from pynixlkv.plan import TransferPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
 
     from pynixlkv.agent import Peer
@@ -25,6 +31,12 @@ if TYPE_CHECKING:
     from pynixlkv.connector.metadata import KVTransferParams, ParallelSizes
     from pynixlkv.geometry import Geometry
     from pynixlkv.types import Rank
+
+
+_REFUSAL_S = 1.0
+"""For this long after an engine could not be reached, requests that name it fail at once."""
+
+_Key: TypeAlias = "tuple[str, tuple[str, int], ParallelSizes]"
 
 
 class Fetch(Protocol):
@@ -73,6 +85,7 @@ class RemoteEngine:
 
     engine_id: str
     address: tuple[str, int]
+    parallel: ParallelSizes
     connecting: Future[list[RemoteRank]]
     state: RemoteEngineState = RemoteEngineState.CONNECTING
     ranks: list[RemoteRank] = field(default_factory=list)
@@ -87,6 +100,16 @@ class RemoteEngine:
     last_used: float = 0.0
 
     @property
+    def key(self) -> _Key:
+        """What a hand-off says of its engine."""
+        return self.engine_id, self.address, self.parallel
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether the handshake waits for a thread."""
+        return not self.connecting.running() and not self.connecting.done()
+
+    @property
     def sources(self) -> list[RemoteRank]:
         """The ranks that bytes are read from."""
         return [rank for rank in self.ranks if rank.plans]
@@ -99,7 +122,7 @@ class RemoteEngine:
 
 
 class RemoteEngines:
-    """A worker's producers, by engine id. Not thread-safe; only handshakes run on other threads."""
+    """A worker's producers. Not thread-safe; only handshakes run on other threads."""
 
     def __init__(
         self,
@@ -110,9 +133,11 @@ class RemoteEngines:
         self._ctx = ctx
         self._fetch = fetch
         self._submit = submit
-        self._engines: dict[str, RemoteEngine] = {}
-        self._by_agent: dict[str, RemoteRank] = {}
+        self._engines: dict[_Key, RemoteEngine] = {}
+        self._refused: dict[_Key, tuple[float, RemoteEngine]] = {}  # and until when
+        self._by_agent: defaultdict[str, list[RemoteRank]] = defaultdict(list)
         self._dropped: list[RemoteEngine] = []  # for `settle` to report
+        self._testing = threading.Lock()  # guards the scratch blocks
         self._dead: list[RemoteEngine] = []  # still connecting, or with peers in use
 
     def __len__(self) -> int:
@@ -122,23 +147,23 @@ class RemoteEngines:
         """Return all engines that are not dead."""
         return list(self._engines.values())
 
-    def rank_of(self, agent: str) -> RemoteRank | None:
-        """Return the rank with an agent's name, of any engine that is ready."""
-        return self._by_agent.get(agent)
+    def ranks_of(self, agent: str) -> list[RemoteRank]:
+        """Return the ranks with an agent's name, of the engines that are ready."""
+        return self._by_agent.get(agent, [])
 
     def get(self, params: KVTransferParams, heartbeat_period: float, now: float) -> RemoteEngine:
         """Return a request's producer; begin to connect if it is new."""
         engine_id = str(params.remote_engine_id)
         address = str(params.remote_host), int(params.remote_port or 0)
-        engine = self._engines.get(engine_id)
-        if engine is None or engine.address != address:
-            for old in self.all():
-                if old.address == address or old.engine_id == engine_id:
-                    # The address has a new tenant, or the engine has moved.
-                    self.drop(old, StateError(f"engine {engine_id!r} is at {address} now"))
-            parallel = params.parallel
+        parallel = params.parallel
+        key = engine_id, address, parallel
+        until, engine = self._refused.get(key, (0.0, None))
+        if engine is not None and now < until:
+            return engine
+        engine = self._engines.get(key)
+        if engine is None:
             future = self._submit(lambda: self._connect(engine_id, address, parallel))
-            engine = self._engines[engine_id] = RemoteEngine(engine_id, address, future)
+            engine = self._engines[key] = RemoteEngine(engine_id, address, parallel, future)
         engine.heartbeat_period = heartbeat_period
         engine.last_used = now
         return engine
@@ -181,7 +206,8 @@ class RemoteEngines:
 
     def _plan(self, rank: Rank, peer: Peer, parallel: ParallelSizes) -> RemoteRank:
         ctx, me = self._ctx, self._ctx.identity
-        cache, lease_table = split(peer)
+        cache, lease_table, *scratch = split(peer)
+        slices = tp_mapping.transfer_slices(ctx.cache, me.rank, me.parallel, cache, rank, parallel)
         plans = tuple(
             TransferPlan(
                 ctx.cache,
@@ -191,10 +217,12 @@ class RemoteEngines:
                 layers=each.layers,
                 max_bytes=ctx.config.max_bytes,
             )
-            for each in tp_mapping.transfer_slices(
-                ctx.cache, me.rank, me.parallel, cache, rank, parallel
-            )
+            for each in slices
         )
+        if scratch and ctx.scratch is not None:
+            timeout = ctx.config.handshake_timeout
+            with self._testing:
+                self_test.run(ctx.agent, ctx.scratch, peer, scratch[0], slices, timeout)
         words = TransferPlan(ctx.lease_buffer.geometry, lease_table)
         return RemoteRank(rank, peer, plans, words, cache)
 
@@ -207,16 +235,30 @@ class RemoteEngines:
                     engine.state = RemoteEngineState.READY
                     engine.ranks = engine.connecting.result()
                     engine.next_heartbeat = now
-                    self._by_agent.update((rank.peer.name, rank) for rank in engine.ranks)
+                    for rank in engine.ranks:
+                        self._by_agent[rank.peer.name].append(rank)
+                    self._replace_by(engine)
                 else:
+                    self._refused[engine.key] = now + _REFUSAL_S, engine
                     self.drop(engine, _reason(engine, error))
             elif engine.requests:
                 engine.last_used = now
             elif now - engine.last_used > self._ctx.config.peer_ttl:
                 self.drop(engine, StateError(f"engine {engine.engine_id!r} was not used for long"))
+        self._refused = {k: entry for k, entry in self._refused.items() if now < entry[0]}
         dropped, self._dropped = self._dropped, []
         self._dead = [engine for engine in self._dead if not self._bury(engine)]
         return dropped
+
+    def _replace_by(self, engine: RemoteEngine) -> None:
+        """Drop the connections that a handshake has shown to be of the past."""
+        agents = {(rank.peer.name, rank.peer.generation) for rank in engine.ranks}
+        for old in self.all():
+            is_same_place = old.engine_id == engine.engine_id or old.address == engine.address
+            known = {(rank.peer.name, rank.peer.generation) for rank in old.ranks}
+            if is_same_place and known and not known & agents:
+                text = f"engine {engine.engine_id!r} is at {engine.address} now"
+                self.drop(old, StateError(text))
 
     @property
     def have_news(self) -> bool:
@@ -229,10 +271,12 @@ class RemoteEngines:
             return
         engine.state = RemoteEngineState.DEAD
         engine.error = error
-        if self._engines.get(engine.engine_id) is engine:
-            del self._engines[engine.engine_id]
+        if self._engines.get(engine.key) is engine:
+            del self._engines[engine.key]
         for rank in engine.ranks:
-            if self._by_agent.get(rank.peer.name) is rank:
+            ranks = self._by_agent[rank.peer.name]
+            ranks.remove(rank)
+            if not ranks:
                 del self._by_agent[rank.peer.name]
         self._dropped.append(engine)
         self._dead.append(engine)
@@ -247,15 +291,16 @@ class RemoteEngines:
         return True
 
 
-def split(peer: Peer) -> tuple[Geometry, Geometry]:
-    """Return the geometries in a connector's hello: the cache, and the lease table."""
-    if len(peer.geometries) != 2 or [g.name for g in peer.geometries[1].groups] != [LEASE_GROUP]:
+def split(peer: Peer) -> Sequence[Geometry]:
+    """Return the geometries in a connector's hello: cache, lease table, perhaps scratch blocks."""
+    found = peer.geometries
+    if len(found) not in (2, 3) or [g.name for g in found[1].groups] != [LEASE_GROUP]:
         raise HandshakeError(
-            f"the hello of {peer.name!r} describes {len(peer.geometries)} caches; expected a KV "
-            "cache and a lease table, as a ConnectorWorker's hello has them",
+            f"the hello of {peer.name!r} describes {len(found)} caches; expected a KV cache, a "
+            "lease table and perhaps scratch blocks, as a ConnectorWorker's hello has them",
             peer=peer.name,
         )
-    return peer.geometries[0], peer.geometries[1]
+    return found
 
 
 def _reason(engine: RemoteEngine, error: BaseException) -> PynixlkvError:

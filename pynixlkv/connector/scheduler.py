@@ -7,8 +7,11 @@ the workers through one `ConnectorMetadata` per step, and hears from them throug
 from __future__ import annotations
 
 import math
+import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from pynixlkv.connector.config import ConnectorConfig
 from pynixlkv.connector.leases import LeaseSlots
@@ -19,7 +22,7 @@ from pynixlkv.connector.metadata import (
     ReqMeta,
     RequestInfo,
 )
-from pynixlkv.errors import ConfigError, PoolExhausted
+from pynixlkv.errors import ConfigError, ContentMismatch, PoolExhausted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -38,13 +41,26 @@ class GroupSpec:
     window: int | None = None
     """Number of last tokens that attention reaches; earlier blocks are neither held nor fetched."""
     null_block: int | None = None
-    """The block number that stands for "none" at the front of a table."""
+    """The block number that stands for "none": at the front of a table, or anywhere in one of
+    state, whose other entries are those that carry it."""
 
 
 @dataclass
 class _Receiving:
     host_blocks: BlockLists | None
     is_aborted: bool = False
+
+
+@dataclass
+class _Held:
+    """A request that is handed over, and its samples, which share its lease."""
+
+    lease: Lease
+    meta: ReqMeta
+    params: KVTransferParams
+    """The hand-off."""
+    sibling_group: str | None
+    num_samples: int = 1
 
 
 class ConnectorScheduler:
@@ -92,14 +108,17 @@ class ConnectorScheduler:
         self._open: dict[str, KVTransferParams] = {}  # nothing has been decided yet
         self._receiving: dict[str, _Receiving] = {}
         self._settled: set[str] = set()  # received, or not to be
-        self._held: dict[str, tuple[Lease, BlockLists | None]] = {}
+        self._held: dict[str, _Held] = {}
+        self._first_samples: dict[str, str] = {}  # ids of held requests, by sibling group
 
     # ---- consumer
 
     def on_new_request(self, request: RequestInfo) -> None:
         """Note that a request has arrived: its producer holds it while it is queued."""
         if request.params.do_remote_prefill and self._is_open(request):
-            self._next.reqs_waiting[request.request_id] = request.params
+            self._next.reqs_waiting[request.request_id] = self._open[request.request_id]
+        elif request.params.do_remote_decode and self._config.transfer_mode == "push":
+            self._next.reqs_to_come.add(request.request_id)
 
     def _is_open(self, request: RequestInfo) -> bool:
         if request.request_id in self._settled or request.request_id in self._receiving:
@@ -117,7 +136,8 @@ class ConnectorScheduler:
                     f"{request.params.transfer_mode!r} mode, this engine in "
                     f"{self._config.transfer_mode!r} mode; use one transfer_mode on both sides"
                 )
-            self._open[request.request_id] = request.params
+            _check_content(request)
+            self._open[request.request_id] = _as_reader(request.params)
         return True
 
     def get_num_new_matched_tokens(
@@ -137,6 +157,8 @@ class ConnectorScheduler:
         ------
         ConfigError
             If the request's parameters do not fit this engine.
+        ContentMismatch
+            If the hand-off is of another prompt. It stays held for the right one.
         """
         if not request.params.do_remote_prefill or not self._is_open(request):
             return 0, False
@@ -188,7 +210,8 @@ class ConnectorScheduler:
                 f"request {request_id!r}: the host blocks that were free when "
                 "get_num_new_matched_tokens was called are not; schedule in the order of the calls"
             )
-        meta = replace(meta, remote=remote)
+        content = _prompt_content(request) if remote.lease is None else None
+        meta = replace(meta, remote=remote, content=content)
         del self._open[request_id]
         self._next.reqs_waiting.pop(request_id, None)
         self._receiving[request_id] = _Receiving(meta.host_blocks)
@@ -250,26 +273,33 @@ class ConnectorScheduler:
         request_id = request.request_id
         self._next.reqs_waiting.pop(request_id, None)
         if request_id in self._receiving:
-            if self._next.reqs_to_recv.pop(request_id, None) is not None:
-                # The workers do not know of it yet.
+            meta = self._next.reqs_to_recv.pop(request_id, None)
+            if meta is not None:  # the workers do not know of it yet
                 self._free_host(self._receiving.pop(request_id).host_blocks)
-                self._next.reqs_to_release[request_id] = request.params
+                self._next.reqs_to_release[request_id] = meta.remote or request.params
                 return False, None
             self._next.reqs_to_abort.add(request_id)
             self._receiving[request_id].is_aborted = True
             return True, None
-        self._open.pop(request_id, None)
+        remote = self._open.pop(request_id, None)
         if request_id in self._settled:
             self._settled.remove(request_id)
-        elif request.params.do_remote_prefill:
+        elif request.params.do_remote_prefill and (remote or _is_own(request)):
             # Rejected or aborted before anything was fetched.
-            self._next.reqs_to_release[request_id] = request.params
+            self._next.reqs_to_release[request_id] = remote or _as_reader(request.params)
         if not request.params.do_remote_decode:
             return False, None
         self._next.reqs_to_save.pop(request_id, None)
+        why = "the producer gave the request up"
+        held = self._held.get(request_id)
+        if held is not None:  # it has finished before
+            if is_complete:
+                return True, held.params.to_dict()
+            self._close_group(request_id)
+            self._next.reqs_to_end[request_id] = why
+            return True, None
         if not is_complete:
-            self._next.reqs_not_held[request_id] = "the producer gave the request up"
-            return False, None
+            return self._not_held(request, why)
         return self._hand_over(request, blocks, num_computed_tokens)
 
     def _hand_over(
@@ -282,15 +312,23 @@ class ConnectorScheduler:
         if self.address is None:
             raise ConfigError("the scheduler's address is not set; hand-offs need to name it")
         cut = self._cut(blocks, 0, num_tokens)
+        content = None if request.content is None else request.content(num_tokens)
+        group = request.params.sibling_group
+        first = None if group is None else self._first_samples.get(group)
+        if first is not None:
+            held = self._held[first].params
+            if (held.remote_num_tokens, held.content) == (num_tokens, content):
+                return False, self._share(first, request).to_dict()
         if not self._slots.num_free:
             return self._not_held(request, "all leases of the producer are taken")
         staged = self._stage(cut)
         lease = self._slots.take() if staged is not None else None
         if staged is None or lease is None:
             return self._not_held(request, "the producer's host blocks are all in use")
-        group = request.params.sibling_group
-        meta = replace(staged, lease=lease, sibling_group=group)
-        self._held[request.request_id] = lease, meta.host_blocks
+        num_readers = request.params.num_readers
+        meta = replace(staged, lease=lease, num_readers=num_readers)
+        if self._config.transfer_mode == "push":
+            meta = replace(meta, content=_prompt_content(request))
         self._next.reqs_to_send[request.request_id] = meta
         params = KVTransferParams(
             do_remote_prefill=True,
@@ -302,15 +340,34 @@ class ConnectorScheduler:
             remote_starts=meta.starts,
             remote_block_sizes=meta.block_sizes,
             remote_num_tokens=num_tokens,
+            content=content,
             tp_size=self._parallel.tp,
             pp_size=self._parallel.pp,
             dcp_size=self._parallel.dcp,
             lease=str(lease),
             lease_duration=self._config.lease_duration,
             transfer_mode=self._config.transfer_mode,
-            sibling_group=group,
+            num_readers=num_readers,
         )
+        self._held[request.request_id] = _Held(lease, meta, params, group)
+        if group is not None:
+            self._first_samples[group] = request.request_id
         return True, params.to_dict()
+
+    def _share(self, first: str, request: RequestInfo) -> KVTransferParams:
+        """Let one more reader into the lease of another sample of the same prompt."""
+        held = self._held[first]
+        held.num_samples += 1
+        num_readers = max(held.num_samples, held.meta.num_readers, request.params.num_readers)
+        held.meta = self._next.reqs_to_send[first] = replace(held.meta, num_readers=num_readers)
+        held.params = msgspec.structs.replace(held.params, num_readers=num_readers)
+        return held.params
+
+    def _close_group(self, request_id: str) -> None:
+        """Let no further sample share the lease of a request."""
+        group = self._held[request_id].sibling_group
+        if group is not None and self._first_samples.get(group) == request_id:
+            del self._first_samples[group]
 
     def _not_held(self, request: RequestInfo, why: str) -> tuple[bool, None]:
         self._next.reqs_not_held[request.request_id] = why
@@ -326,7 +383,10 @@ class ConnectorScheduler:
             and self._config.transfer_mode == "push"
             and self._host_pool is None  # a staged request is sent when it is complete
         ):
-            self._next.reqs_to_save[request.request_id] = self._cut(blocks, 0, num_computed_tokens)
+            cut = self._cut(blocks, 0, num_computed_tokens)
+            self._next.reqs_to_save[request.request_id] = replace(
+                cut, content=_prompt_content(request)
+            )
 
     def request_preempted(self, request_id: str) -> None:
         """Note that the blocks of a running request have been taken away.
@@ -354,9 +414,10 @@ class ConnectorScheduler:
         """Take reports of `Finished`; a request is `sent` once every worker has reported it."""
         for request_id in sent:
             if request_id in self._held:
-                lease, host_blocks = self._held.pop(request_id)
-                self._slots.give_back(lease)
-                self._free_host(host_blocks)
+                self._close_group(request_id)
+                held = self._held.pop(request_id)
+                self._slots.give_back(held.lease)
+                self._free_host(held.meta.host_blocks)
         for request_id in (*received, *failed):
             receiving = self._receiving.pop(request_id, None)
             if receiving is not None:
@@ -374,6 +435,43 @@ class ConnectorScheduler:
         return self._slots.num_free
 
 
+def _check_content(request: RequestInfo) -> None:
+    """Refuse the hand-off of another prompt."""
+    params, size = request.params, request.num_prompt_tokens
+    if request.content is None or params.lease is None:
+        return  # without a lease the producer compares, when it is asked to push
+    count = params.remote_num_tokens or size
+    expected = request.content(count) if count <= size else ""
+    seen = params.content or ""
+    if not seen or seen != expected:
+        wanted = expected or f"at most {size} tokens"
+        raise ContentMismatch(
+            f"request {request.request_id!r}: the hand-off is of another prompt: the content of "
+            f"its {count} tokens is {seen or 'not named'}; expected {wanted}. Pass each answer of "
+            "the producer on with the prompt that it answers",
+            expected=expected,
+            seen=seen,
+        )
+
+
+def _prompt_content(request: RequestInfo) -> str | None:
+    return None if request.content is None else request.content(request.num_prompt_tokens)
+
+
+def _is_own(request: RequestInfo) -> bool:
+    """Whether the request is a reader of its hand-off."""
+    try:
+        _check_content(request)
+    except ContentMismatch:
+        return False
+    return True
+
+
+def _as_reader(remote: KVTransferParams) -> KVTransferParams:
+    """Return a hand-off as one reader of its lease."""
+    return msgspec.structs.replace(remote, reader=secrets.randbits(62))
+
+
 def _ceil(tokens: int, spec: GroupSpec) -> int:
     return -(-tokens // spec.block_size)
 
@@ -388,7 +486,7 @@ def cut_table(
 ) -> tuple[tuple[int, ...], int]:
     """Return the part of a block table that covers positions, and that of its first block."""
     if spec.block_size == 0:
-        return tuple(table), 0
+        return tuple(block for block in table if block != spec.null_block), 0
     if spec.window is not None:
         begin = max(begin, end - spec.window)
     first, last = begin // spec.block_size, _ceil(end, spec)

@@ -1,8 +1,9 @@
 """The producer's half of a worker: requests whose blocks are held for consumers.
 
-Each held request has a lease. It ends when all of its readers have released it, or expires if no
-heartbeat arrives for `lease_duration`. The lease word is bumped before the blocks are freed, and
-writes out of the blocks are quiet before that.
+Each held request has a lease, which any number of readers can share. A reader attaches with its
+first message. The lease ends when as many readers as are expected have come and each has released
+it, or expires if none of those left is heard for `lease_duration`. The lease word is bumped before
+the blocks are freed, and writes and digests of the blocks have ended before that.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import logging
 import math
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from pynixlkv.connector import messages, tp_mapping
+from pynixlkv.connector import checksums, messages, tp_mapping
 from pynixlkv.connector.messages import LeaseStatus
+from pynixlkv.connector.metadata import MAX_READERS
 from pynixlkv.connector.remote_engines import split
 from pynixlkv.connector.staging import has_completed
 from pynixlkv.errors import HandshakeError, PlanError, PynixlkvError
@@ -40,8 +43,12 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.001
 _HELLO_ACK = messages.HeartbeatAck([])
 """Acknowledges a `ConsumerHello`."""
+_MAX_ERROR = 1000
+"""Longest text of an error that a consumer is told."""
 _MAX_REMEMBERED = 4096
 """Most entries of each kind that messages of peers can make a producer remember."""
+_MAX_READERS_IN_ALL = 65536
+"""Most readers of all leases together."""
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -92,21 +99,47 @@ class _Push:
 
 
 @dataclass(eq=False)
+class _Reader:
+    """A reader of a lease: one request of one consumer engine."""
+
+    deadline: float
+    """When it counts as lost."""
+    released_by: set[Rank] = field(default_factory=set)
+    is_done: bool = False
+    """All its ranks have released the lease."""
+
+
+@dataclass(eq=False)
 class _Held:
     """A request whose blocks are held for consumers."""
 
     id: str
     meta: ReqMeta
     lease: Lease
+    num_readers: int
+    """How many are expected; 0 if nobody knows."""
     deadline: float
     event: DeviceEvent | None
     """Must complete before readers may see the blocks, and before they may be reused."""
     is_staged: bool = False
     is_granted: bool = False
-    released_by: dict[str, set[Rank]] = field(default_factory=lambda: defaultdict(set))
-    """Ranks that are done, by consumer engine."""
+    readers: dict[int, _Reader] = field(default_factory=dict)
+    num_done: int = 0
+    """Readers that have released the lease."""
+    digesting: int = 0
+    """Computations that read its blocks."""
     ending: str = ""
     """Why the lease ends; the blocks are freed once everything that uses them is quiet."""
+
+    @property
+    def have_all_come(self) -> bool:
+        """Whether no further reader is expected."""
+        return len(self.readers) >= max(self.num_readers, 1)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all expected readers have come, and each has released the lease."""
+        return self.have_all_come and self.num_done == len(self.readers)
 
 
 @dataclass(eq=False)
@@ -134,23 +167,33 @@ class Sender:
         self._saving: dict[str, ReqMeta] = {}
         self._layers: deque[_Layer] = deque()
         self._held: dict[str, _Held] = {}
-        self._siblings: dict[str, set[str]] = defaultdict(set)
         self._consumers: OrderedDict[str, Consumer] = OrderedDict()  # by time of the last message
         self._connecting: dict[str, Future[Consumer]] = {}
         self._pushes: dict[tuple[str, int], _Push] = {}  # by agent and push id
         self._pushes_of: dict[str, set[tuple[str, int]]] = defaultdict(set)
-        self._early_releases: _Recent[str, list[tuple[messages.ConsumerRank, Lease | None]]] = (
+        self._digesting: dict[tuple[str, int], tuple[_Held, Future[list[bytes]]]] = {}
+        self._early_releases: _Recent[str, list[tuple[messages.ConsumerRank, messages.Reader]]] = (
             _Recent()
         )
         self._answers: _Recent[tuple[str, int], messages.PushDone] = _Recent()
-        self._over: _Recent[str, str] = _Recent()  # why requests are not held, or no longer
-        self._num_readers: _Recent[ParallelSizes, int] = _Recent()
+        # Why requests are not held, or no longer. An id may have a new life, so that only a push
+        # without a lease is refused for it, and not at once.
+        self._over: _Recent[str, str] = _Recent()
+        self._past_readers: _Recent[int, None] = _Recent()  # of requests that are over
+        self._ranks_of_readers: _Recent[ParallelSizes, int] = _Recent()
+        self._num_readers = 0
 
     # ---- the engine's commands
+
+    def begin(self, request_id: str) -> None:
+        """Note that a request is going to be computed; its id may have been used before."""
+        self._over.pop(request_id, None)
 
     def save(self, requests: dict[str, ReqMeta]) -> None:
         """Take the requests of this step, whose layers can be pushed as they finish."""
         self._saving = dict(requests)
+        for request_id in requests if self._over else ():
+            self.begin(request_id)
 
     def restart(self, request_id: str) -> None:
         """Void what was pushed of a preempted request: it is computed again."""
@@ -193,17 +236,39 @@ class Sender:
             layer.requests.pop(request_id, None)
 
     def hold(self, request_id: str, meta: ReqMeta, event: DeviceEvent | None, now: float) -> None:
-        """Hold a request under its lease, which readers see after `event`."""
+        """Hold a request under its lease, which readers see after `event`.
+
+        A request that is held already gets more readers.
+        """
+        deadline = now + self._ctx.config.lease_duration
+        held = self._find(request_id, meta.lease)
+        if held is not None:
+            held.num_readers = max(held.num_readers, meta.num_readers)
+            held.deadline = deadline
+            return
         if meta.lease is None or request_id in self._held:
             raise PlanError(f"request {request_id!r} cannot be kept (again), or has no lease")
+        if self._table.status(meta.lease) is LeaseStatus.ENDED:
+            return  # before it got more readers
+        self.begin(request_id)
         self._forget_layers(request_id)  # the rest of it is written in one piece
-        self._held[request_id] = _Held(
-            request_id, meta, meta.lease, now + self._ctx.config.lease_duration, event
-        )
-        if meta.sibling_group is not None:
-            self._siblings[meta.sibling_group].add(request_id)
-        for consumer, lease in self._early_releases.pop(request_id, ()):
-            self._release(consumer, request_id, lease)
+        held = _Held(request_id, meta, meta.lease, meta.num_readers, deadline, event)
+        self._held[request_id] = held
+        for push in self._of(request_id, held.lease):
+            if not push.error and self._is_for(push, meta):
+                self._attach(held, push.message.reader, now)
+        for consumer, reader in self._early_releases.pop(request_id, ()):
+            self._release(consumer, reader, now)
+
+    def _find(self, request_id: str, lease: Lease | None) -> _Held | None:
+        """Return a held request; by its id alone only if the lease is not known."""
+        held = self._held.get(request_id)
+        return held if held is not None and lease in (None, held.lease) else None
+
+    def end(self, request_id: str, why: str) -> None:
+        """End the lease of a request, whoever reads it."""
+        if request_id in self._held:
+            self._end(self._held[request_id], why)
 
     def not_held(self, request_id: str, why: str) -> None:
         """Fail the pushes of a request that will never be held."""
@@ -211,6 +276,7 @@ class Sender:
         self._early_releases.pop(request_id, None)
         self._over.put(request_id, why)
         for push in self._of(request_id):
+            self._past_readers.put(push.message.reader_number, None)
             self._stop(push, why)
 
     def gauges(self) -> dict[str, int]:
@@ -237,7 +303,7 @@ class Sender:
         try:
             if peer.name != agent:
                 raise HandshakeError(f"agent {agent!r} attached with the hello of {peer.name!r}")
-            theirs, _ = split(peer)
+            theirs = split(peer)[0]
             me, them = self._ctx.identity, message.consumer
             slices = tp_mapping.transfer_slices(
                 theirs, them.rank, them.parallel, self._ctx.cache, me.rank, me.parallel
@@ -261,79 +327,119 @@ class Sender:
     def on_heartbeat(self, agent: str, message: messages.Heartbeat, now: float) -> None:
         """Extend the leases of the requests that a consumer still wants, and answer it."""
         not_held = []
-        for request_id, lease in message.requests:
-            held = self._held.get(request_id)
-            if held is not None and held.lease == lease and not held.ending:
-                held.deadline = now + self._ctx.config.lease_duration
-            else:
-                state = self._table.status(lease)
+        for reader in message.requests:
+            held = self._find(reader.request_id, reader.lease)
+            if held is not None and not held.ending:
+                self._attach(held, reader, now)
+            elif reader.lease is not None:
+                state = self._table.status(reader.lease)
                 if state is LeaseStatus.HELD:  # it is about to end
                     state = LeaseStatus.ENDED
-                not_held.append((request_id, lease, state))
-        self._answer(agent, messages.HeartbeatAck(not_held))
+                not_held.append((reader.request_id, reader.lease, state))
+        if message.wants_ack:
+            self._answer(agent, messages.HeartbeatAck(not_held))
 
-    def on_release(self, message: messages.Release) -> None:
+    def _attach(self, held: _Held, reader: messages.Reader, now: float) -> _Reader | None:
+        """Extend a lease for a reader, new or known; return None if there are too many."""
+        known = held.readers.get(reader.number)
+        if known is None:
+            if len(held.readers) >= MAX_READERS or self._num_readers >= _MAX_READERS_IN_ALL:
+                self._ctx.stats.count("refused_readers")
+                return None
+            known = held.readers[reader.number] = _Reader(now)
+            self._num_readers += 1
+            if reader.num_readers > 1:
+                held.num_readers = max(held.num_readers, reader.num_readers)
+            elif reader.num_readers == 0 and held.num_readers == 1:
+                held.num_readers = 0
+        if not known.is_done:
+            known.deadline = held.deadline = now + self._ctx.config.lease_duration
+        return known
+
+    def on_release(self, message: messages.Release, now: float) -> None:
         """Note that a consumer's rank is done with requests."""
         consumer = message.consumer
         (stage, rank), parallel = consumer.rank, consumer.parallel
         is_valid = 0 <= stage < parallel.pp and 0 <= rank < parallel.tp
         # Only a consumer that did not wait for the prefill does not know the lease.
-        lacks_lease = any(lease is None for _, lease in message.requests)
+        lacks_lease = any(reader.lease is None for reader in message.requests)
         if not is_valid or (lacks_lease and self._ctx.config.transfer_mode == "pull"):
             self._ctx.stats.count("foreign_notifications")
             return
-        self._readers_of(parallel)  # raises if no engine of these sizes can read from this one
-        for request_id, lease in message.requests:
-            self._release(consumer, request_id, lease)
+        self._ranks_of(parallel)  # raises if no engine of these sizes can read from this one
+        for reader in message.requests:
+            self._release(consumer, reader, now)
 
     def _release(
-        self, consumer: messages.ConsumerRank, request_id: str, lease: Lease | None
+        self, consumer: messages.ConsumerRank, reader: messages.Reader, now: float
     ) -> None:
-        held = self._held.get(request_id)
-        if held is None or (lease is not None and held.lease != lease):
-            if request_id in self._over or (
-                lease is not None and self._table.status(lease) is LeaseStatus.ENDED
-            ):
-                self._ctx.stats.count("late_notifications")
-                return
-            early = self._early_releases.get(request_id, [])
-            if (consumer, lease) in early:
-                self._ctx.stats.count("duplicate_notifications")
-            elif len(early) < _MAX_REMEMBERED:
-                self._ctx.stats.count("early_notifications")
-                self._early_releases.put(request_id, [*early, (consumer, lease)])
+        held = self._find(reader.request_id, reader.lease)
+        if reader.lease is not None:
+            is_late = held is None and self._table.status(reader.lease) is LeaseStatus.ENDED
+        else:
+            is_late = reader.number in self._past_readers
+        if is_late:
+            self._ctx.stats.count("late_notifications")
             return
-        ranks = held.released_by[consumer.engine_id]
-        if consumer.rank in ranks:
+        if held is None:
+            self._keep_early(consumer, reader)
+            return
+        known = self._attach(held, reader, now)
+        if known is None:
+            return
+        if consumer.rank in known.released_by:
             self._ctx.stats.count("duplicate_notifications")
             return
-        ranks.add(consumer.rank)
-        if len(ranks) >= self._readers_of(consumer.parallel):
-            members = self._siblings.get(held.meta.sibling_group or "", {request_id})
-            for member in members:
-                self._end(self._held[member], "released")
+        known.released_by.add(consumer.rank)
+        if len(known.released_by) < self._ranks_of(consumer.parallel):
+            return
+        known.is_done = True
+        held.num_done += 1
+        if held.is_done and held.num_readers == 0:
+            # The samples of a prompt may reach their engine in different steps.
+            config = self._ctx.config
+            held.deadline = now + config.heartbeat_period(config.lease_duration)
+        elif held.is_done:
+            self._end(held, "released")
+        elif held.have_all_come:
+            held.deadline = max(r.deadline for r in held.readers.values() if not r.is_done)
 
-    def _readers_of(self, parallel: ParallelSizes) -> int:
-        if parallel not in self._num_readers:
+    def _keep_early(self, consumer: messages.ConsumerRank, reader: messages.Reader) -> None:
+        """Remember a release that comes before its request."""
+        request_id = reader.request_id
+        if reader.lease is None and request_id in self._over:
+            # It may mean an earlier life of the id: the next one gets time for a reader.
+            reader = messages.Reader(request_id, None, reader.number, 0)
+        early = self._early_releases.get(request_id, [])
+        if (consumer, reader) in early:
+            self._ctx.stats.count("duplicate_notifications")
+        elif len(early) < MAX_READERS:
+            self._ctx.stats.count("early_notifications")
+            self._early_releases.put(request_id, [*early, (consumer, reader)])
+
+    def _ranks_of(self, parallel: ParallelSizes) -> int:
+        """Return how many ranks of a reader of these sizes release a lease of this rank."""
+        if parallel not in self._ranks_of_readers:
             me = self._ctx.identity
             count = tp_mapping.num_readers(self._groups.values(), me.rank, me.parallel, parallel)
-            self._num_readers.put(parallel, count)
-        return self._num_readers[parallel]
+            self._ranks_of_readers.put(parallel, count)
+        return self._ranks_of_readers[parallel]
 
     def on_push(self, agent: str, message: messages.Push, now: float) -> None:
         """Start to write a request into a consumer's blocks, or note why that is impossible."""
         key = agent, message.push_id
         request_id, lease = message.request_id, message.lease
-        held = self._held.get(request_id)
+        held = self._find(request_id, lease)
         answer = self._answers.get(key)
         if answer is not None:
             self._ctx.stats.count("duplicate_notifications")
             self._answer(agent, answer)
             return
         if key in self._pushes:
-            self._pushes[key].deadline = now + self._ctx.config.lease_duration
             if held is not None:
-                held.deadline = now + self._ctx.config.lease_duration
+                self._attach(held, message.reader, now)
+            if lease is not None or request_id not in self._over:
+                self._pushes[key].deadline = now + self._ctx.config.lease_duration
             self._ctx.stats.count("duplicate_notifications")
             return
         consumer = self._consumers.get(agent)
@@ -341,22 +447,31 @@ class Sender:
             # It will introduce itself, and ask, again.
             self._ctx.stats.count("unanswered_notifications")
             return
-        push = _Push(agent, consumer, message, now + self._ctx.config.lease_duration)
+        config = self._ctx.config
+        wait = config.lease_duration
+        if lease is None and request_id in self._over:
+            wait = config.heartbeat_period(wait)
+        push = _Push(agent, consumer, message, now + wait)
         self._pushes[key] = push
         self._pushes_of[request_id].add(key)
-        rank, engine_id = message.consumer.rank, message.consumer.engine_id
-        releases = self._early_releases.get(request_id, ())
+        if held is not None and not self._is_for(push, held.meta):
+            return
+        reader = None if held is None else self._attach(held, message.reader, now)
+        has_released = any(
+            early == message.consumer and released.number == message.reader_number
+            for early, released in self._early_releases.get(request_id, ())
+        )
+        if reader is not None and message.consumer.rank in reader.released_by:
+            has_released = True
         if len(self._pushes) > _MAX_REMEMBERED:
             push.error = f"there are {_MAX_REMEMBERED} pushes under way already"
-        elif (held is not None and rank in held.released_by[engine_id]) or any(
-            released_by == message.consumer for released_by, _ in releases
-        ):
+        elif held is not None and reader is None:
+            push.error = f"the lease has {len(held.readers)} readers already"
+        elif has_released:
             push.error = "the reader has released the request"
-        elif held is not None and (held.ending or lease not in (None, held.lease)):
-            push.error, push.expired = "its lease is over", True
-        elif held is None and request_id in self._over:
-            push.error, push.expired = self._over[request_id], lease is not None
-        elif held is None and lease and self._table.status(lease) is LeaseStatus.ENDED:
+        elif (held is not None and held.ending) or (
+            lease is not None and self._table.status(lease) is LeaseStatus.ENDED
+        ):
             push.error, push.expired = "its lease is over", True
 
     def on_cancel_push(self, agent: str, message: messages.CancelPush) -> None:
@@ -371,14 +486,61 @@ class Sender:
             self._answers.put(key, messages.PushDone(message.push_id, False, "it was never asked"))
         self._answer(agent, self._answers[key])
 
-    def _of(self, request_id: str) -> list[_Push]:
-        return [self._pushes[key] for key in self._pushes_of.get(request_id, ())]
+    def on_digest_request(self, agent: str, message: messages.DigestRequest, now: float) -> None:
+        """Start to compute digests of a request, if it is held for this reader."""
+        key, reader = (agent, message.digest_id), message.reader
+        if key in self._digesting:
+            self._ctx.stats.count("duplicate_notifications")
+            return
+        if agent not in self._consumers or len(self._digesting) >= _MAX_REMEMBERED:
+            self._ctx.stats.count("unanswered_notifications")  # it will ask again
+            return
+        held = self._find(reader.request_id, reader.lease)
+        if (
+            held is None
+            or not held.is_granted
+            or held.ending
+            # Without a lease, the id may have a new life, which this reader has not come for.
+            or (reader.lease is None and reader.number not in held.readers)
+            or self._attach(held, reader, now) is None
+        ):
+            self._answer(agent, messages.Digests(message.digest_id, expired=True))
+            return
+        held.digesting += 1
+        self._digesting[key] = (
+            held,
+            self._ctx.compute(partial(checksums.answer, self._ctx, held.meta, message.scopes)),
+        )
+
+    def _answer_digests(self) -> None:
+        """Answer requests for digests that have been computed, or whose lease has ended."""
+        for key, (held, future) in list(self._digesting.items()):
+            if held.ending:
+                future.cancel()
+            if not future.done():
+                continue
+            del self._digesting[key]
+            held.digesting -= 1
+            agent, digest_id = key
+            if future.cancelled():
+                done = messages.Digests(digest_id, expired=True)
+            elif (error := future.exception()) is not None:
+                done = messages.Digests(digest_id, error=str(error)[:_MAX_ERROR])
+            else:
+                done = messages.Digests(digest_id, future.result())
+            self._answer(agent, done)
+
+    def _of(self, request_id: str, lease: Lease | None = None) -> list[_Push]:
+        """Return the pushes of a request; those that name a lease only if it is this one."""
+        pushes = (self._pushes[key] for key in self._pushes_of.get(request_id, ()))
+        return [push for push in pushes if push.message.lease in (None, lease)]
 
     # ---- the thread's round
 
     def poll(self, now: float, sent: set[str]) -> float:
         """Advance everything; add freed requests to `sent`; return as `Receiver.poll` does."""
         self._settle_connecting(now)
+        self._answer_digests()
         due = self._push_layers()
         for push in list(self._pushes.values()):
             due = min(due, self._advance(push, now))
@@ -386,12 +548,12 @@ class Sender:
             if not held.is_granted and not held.ending:
                 due = min(due, self._grant(held))
             if now >= held.deadline:
-                self._end(held, "expired")
+                self._end(held, "released" if held.is_done else "expired")
             if not held.ending:
                 due = min(due, held.deadline - now)
             elif held.event is not None and not has_completed(held.event):
                 due = min(due, _POLL_S)
-            elif not self._of(held.id):
+            elif not self._of(held.id, held.lease) and not held.digesting:
                 self._free(held)
                 sent.add(held.id)
         while self._consumers:
@@ -439,7 +601,7 @@ class Sender:
 
     def _advance(self, push: _Push, now: float) -> float:
         message = push.message
-        held = self._held.get(message.request_id)
+        held = self._find(message.request_id, message.lease)
         if not push.error:
             if self._consumers.get(push.agent) is not push.consumer:
                 self._stop(push, "the reader is gone, or has a new life")
@@ -450,7 +612,9 @@ class Sender:
                 if not push.is_complete:
                     self._try_write(push, held.meta, None)
             elif now >= push.deadline:
-                self._stop(push, f"no request {message.request_id!r} has come to be sent")
+                why = f"no request {message.request_id!r} has come to be sent"
+                self._stop(push, self._over.get(message.request_id, why))
+                self._past_readers.put(message.reader_number, None)
         push.void = [transfer for transfer in push.void if not transfer.is_quiet]
         for transfer in push.transfers:
             state = transfer.state
@@ -463,11 +627,24 @@ class Sender:
             return self._ctx.config.transfer_timeout
         if push.void or any(not t.is_quiet for t in push.transfers):
             return self._ctx.config.transfer_timeout
-        self._conclude(push)
+        self._conclude(push, now)
         return 0.0
 
+    def _is_for(self, push: _Push, meta: ReqMeta) -> bool:
+        """Whether a push is of this prompt; otherwise stop it, and count it as no reader."""
+        wanted = push.message.content
+        if wanted is None or wanted == meta.content:
+            return True
+        self._past_readers.put(push.message.reader_number, None)
+        self._stop(
+            push,
+            f"request {push.message.request_id!r} is of another prompt: its content is "
+            f"{meta.content or 'not named'}; expected {wanted}",
+        )
+        return False
+
     def _try_write(self, push: _Push, meta: ReqMeta, layer: int | None) -> None:
-        if push.void:
+        if push.void or not self._is_for(push, meta):
             return  # older writes must not overwrite newer ones
         try:
             self._write(push, meta, layer)
@@ -549,7 +726,7 @@ class Sender:
             if not transfer.state.is_end:
                 transfer.cancel()
 
-    def _conclude(self, push: _Push) -> None:
+    def _conclude(self, push: _Push, now: float) -> None:
         """Answer a push that is quiet."""
         message, key = push.message, (push.agent, push.message.push_id)
         del self._pushes[key]
@@ -562,7 +739,8 @@ class Sender:
         if not push.error:
             for transfer in push.transfers:
                 self._ctx.stats.transfer_done(transfer.result)
-            self._release(message.consumer, message.request_id, message.lease)
+            if not message.is_verified:
+                self._release(message.consumer, message.reader, now)
 
     # ---- ends
 
@@ -574,12 +752,11 @@ class Sender:
         """End a lease whose blocks no operation of this worker uses."""
         self._table.revoke(held.lease)
         del self._held[held.id]
+        self._num_readers -= len(held.readers)
         self._over.put(held.id, f"its lease is over: {held.ending}")
-        group = held.meta.sibling_group
-        if group is not None:
-            self._siblings[group].discard(held.id)
-            if not self._siblings[group]:
-                del self._siblings[group]
+        if self._ctx.config.transfer_mode == "push":
+            for number in held.readers:
+                self._past_readers.put(number, None)
         self._ctx.stats.lease_ended(held.ending)
         if held.ending != "released":
             _log.warning(
@@ -587,7 +764,7 @@ class Sender:
                 extra={"request": held.id, "peer": ""},
             )  # fmt: skip
 
-    def _answer(self, agent: str, message: messages.HeartbeatAck | messages.PushDone) -> None:
+    def _answer(self, agent: str, message: messages.Message) -> None:
         consumer = self._consumers.get(agent)
         if consumer is None:
             self._ctx.stats.count("unanswered_notifications")

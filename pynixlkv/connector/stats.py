@@ -38,6 +38,7 @@ EventName: TypeAlias = Literal[
     "late_notifications",  # messages about requests that are over
     "pauses",  # times that this process was stopped or starved
     "peers_lost",  # producers that died while requests needed them
+    "refused_readers",  # more than a lease can have; they are served while it lasts
     "releases_lost",  # releases that could not be sent; the lease expires
     "unanswered_notifications",  # messages that could not be answered
 ]
@@ -86,6 +87,8 @@ class StatsSnapshot(msgspec.Struct):
     """Time that they spent in the library's post calls."""
     transfer: TimeHistogram = msgspec.field(default_factory=TimeHistogram)
     """Time from the call to the end."""
+    digest: TimeHistogram = msgspec.field(default_factory=TimeHistogram)
+    """Time to compute the digests of a request, as its consumer or its producer."""
     transfer_failures: dict[str, int] = {}
     """Other transfers, by their end: ``"timed_out"``, ``"peer_lost"``, …."""
     ends: dict[str, int] = {}
@@ -139,6 +142,11 @@ class ConnectorStats:
             recent.post.add(result.post_s)
             recent.transfer.add(result.transfer_s)
 
+    def digested(self, seconds: float) -> None:
+        """Count the digests of one request."""
+        with self._lock:
+            self._recent.digest.add(seconds)
+
     def transfer_failed(self, transfer: Transfer) -> None:
         """Count any other transfer, by its state."""
         with self._lock:
@@ -189,6 +197,8 @@ _COUNTERS: dict[str, tuple[str, Callable[[StatsSnapshot], float]]] = {
     "requests_received": ("Requests received", lambda s: s.ends.get("received", 0)),
     "requests_failed": ("Requests that failed", lambda s: s.ends.get("failed", 0)),
     "requests_expired": ("Requests that came too late", lambda s: s.ends.get("expired", 0)),
+    "requests_corrupt": ("Requests with wrong bytes", lambda s: s.ends.get("corrupt", 0)),
+    "digest_time_seconds": ("Time to compute digests", lambda s: s.digest.sum_s),
     "leases_expired": ("Leases that expired", lambda s: s.leases.get("expired", 0)),
     "peers_lost": ("Producers that died", lambda s: s.events.get("peers_lost", 0)),
 }

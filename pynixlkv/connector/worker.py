@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from pynixlkv._clock import ObservedClock
-from pynixlkv.connector import messages
+from pynixlkv.connector import messages, self_test
 from pynixlkv.connector.config import ConnectorConfig
 from pynixlkv.connector.context import Peers, WorkerContext
 from pynixlkv.connector.leases import LeaseTable, make_words
@@ -47,8 +47,10 @@ _LEASE_BUFFER_WORDS = 1024
 """Lease words that can be read at once; further checks wait for a round."""
 
 _LONGEST_PAUSE_S = 1.0
-_NUM_HANDSHAKES = 4
+_NUM_HANDSHAKES = 64
 """Handshakes that run at once."""
+_NUM_DIGESTS = 2
+"""Requests whose digests are computed at once."""
 
 
 @dataclass
@@ -151,7 +153,7 @@ class ConnectorWorker:
         self._ends: dict[str, RequestEnd] = {}
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        self._executor: ThreadPoolExecutor | None = None
+        self._executors: list[ThreadPoolExecutor] = []
         self._engines: RemoteEngines | None = None
 
     # ---- once
@@ -162,6 +164,7 @@ class ConnectorWorker:
         *,
         block_table_index: Mapping[str, int] | None = None,
         staging: HostStaging | None = None,
+        scratch: KVCache | None = None,
     ) -> AgentMetadata:
         """Register the KV cache and start to work.
 
@@ -174,6 +177,10 @@ class ConnectorWorker:
             engines. By default the first group uses the first, and so on.
         staging : HostStaging, optional
             Host memory to stage the cache in, where device memory cannot be registered.
+        scratch : KVCache, optional
+            For the self-test: `pynixlkv.connector.self_test.NUM_BLOCKS` blocks, made as `cache`
+            was, which the engine has filled with the pattern by its own means. By default they are
+            made here, and filled by what `cache` says of its layout.
 
         Returns
         -------
@@ -188,23 +195,36 @@ class ConnectorWorker:
         self._agent.register(moved)
         self._agent.register(table.cache)
         self._agent.register(lease_buffer)
+        if not self._config.self_test:
+            scratch = None
+        elif scratch is None:
+            scratch = self_test.make_scratch(moved)
+        described = [moved, table.cache]
+        if scratch is not None:
+            self._agent.register(scratch)
+            described.append(scratch)
+        handshakes = ThreadPoolExecutor(_NUM_HANDSHAKES, "pynixlkv-handshake")
+        digests = ThreadPoolExecutor(_NUM_DIGESTS, "pynixlkv-digest")
+        self._executors = [handshakes, digests]
+        connect = partial(self._submit, handshakes)
         ctx = WorkerContext(
             agent=self._agent,
             identity=self._identity,
-            cache=moved.geometry,
+            kv=moved,
             lease_buffer=lease_buffer,
             block_table_index=block_table_index
             or {group.name: i for i, group in enumerate(moved.geometry.groups)},
-            hello=self._agent.hello(moved, table.cache),
+            hello=self._agent.hello(*described),
             staging=staging,
             config=self._config,
             stats=self.stats,
             peers=Peers(self._agent),
+            scratch=scratch,
+            compute=partial(self._submit, digests),
         )
-        self._executor = ThreadPoolExecutor(_NUM_HANDSHAKES, "pynixlkv-handshake")
-        self._engines = RemoteEngines(ctx, self._fetch, self._submit)
+        self._engines = RemoteEngines(ctx, self._fetch, connect)
         self._receiver = Receiver(ctx, words, self._engines)
-        self._sender = Sender(ctx, table, self._submit)
+        self._sender = Sender(ctx, table, connect)
         if self._background:
             self._thread = threading.Thread(
                 target=self._run, name="pynixlkv-connector", daemon=True
@@ -233,9 +253,11 @@ class ConnectorWorker:
             *(partial(receiver.release, *item, now) for item in metadata.reqs_to_release.items()),
             *(partial(receiver.abort, request_id) for request_id in metadata.reqs_to_abort),
             *(partial(sender.restart, request_id) for request_id in metadata.reqs_preempted),
-            partial(sender.save, metadata.reqs_to_save),
             *(partial(sender.not_held, *item) for item in metadata.reqs_not_held.items()),
+            *(partial(sender.begin, request_id) for request_id in metadata.reqs_to_come),
+            partial(sender.save, metadata.reqs_to_save),
             *(partial(sender.hold, *item, event, now) for item in metadata.reqs_to_send.items()),
+            *(partial(sender.end, *item) for item in metadata.reqs_to_end.items()),
         ]
         for command in todo:
             self._guard(command)
@@ -275,9 +297,8 @@ class ConnectorWorker:
         self._commands.append(command)
         self._agent.wake()
 
-    def _submit(self, function: Callable[[], _T]) -> Future[_T]:
-        assert self._executor is not None
-        future = self._executor.submit(function)
+    def _submit(self, executor: ThreadPoolExecutor, function: Callable[[], _T]) -> Future[_T]:
+        future = executor.submit(function)
         future.add_done_callback(self._on_submitted)
         return future
 
@@ -339,13 +360,17 @@ class ConnectorWorker:
         elif isinstance(message, messages.Heartbeat):
             self._sender.on_heartbeat(agent, message, now)
         elif isinstance(message, messages.Release):
-            self._sender.on_release(message)
+            self._sender.on_release(message, now)
         elif isinstance(message, messages.Push):
             self._sender.on_push(agent, message, now)
         elif isinstance(message, messages.CancelPush):
             self._sender.on_cancel_push(agent, message)
+        elif isinstance(message, messages.DigestRequest):
+            self._sender.on_digest_request(agent, message, now)
         elif isinstance(message, messages.HeartbeatAck):
             self._receiver.on_heartbeat_ack(agent, message)
+        elif isinstance(message, messages.Digests):
+            self._receiver.on_digests(agent, message)
         else:
             self._receiver.on_push_done(agent, message)
 
@@ -373,7 +398,7 @@ class ConnectorWorker:
     # ---- the end
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Stop the thread and the handshakes; idempotent. Waits at most `timeout` seconds for them.
+        """Stop all threads; idempotent. Waits at most `timeout` seconds for them.
 
         Requests that are being received end unreported, and leases end with the agent. Close it
         next: that waits until it is quiet, and held blocks must not be reused before.
@@ -384,10 +409,10 @@ class ConnectorWorker:
         if self._engines is not None:
             self._agent.wake()
         threads = [self._thread] if self._thread is not None else []
-        if self._executor is not None:
-            self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor in self._executors:
+            executor.shutdown(wait=False, cancel_futures=True)
             # Its threads keep the agent alive, and waiting for them has no timeout of its own.
-            waiting = threading.Thread(target=self._executor.shutdown, daemon=True)
+            waiting = threading.Thread(target=executor.shutdown, daemon=True)
             with contextlib.suppress(RuntimeError):  # at interpreter exit, when they are gone
                 waiting.start()
                 threads.append(waiting)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,12 +13,13 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from pynixlkv._clock import ObservedClock
+from pynixlkv._limits import check_reserve
 from pynixlkv.errors import ConfigError, HandshakeError, HandshakeTimeout, RankNotFound, WireError
 from pynixlkv.handshake import message as msg
-from pynixlkv.handshake.security import Keys, find_keys, resolve
+from pynixlkv.handshake.security import Address, Keys, find_keys, resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from pynixlkv.types import Rank
 
@@ -28,7 +31,9 @@ _SYMPTOMS = {
     zmq.EVENT_CONNECTED: "it accepted the connection and said nothing",
     zmq.EVENT_CLOSED: "nobody listens there",
 }
-_EVENTS = _REFUSED | sum(_SYMPTOMS)
+_EVENTS = _REFUSED | sum(_SYMPTOMS) | zmq.EVENT_DISCONNECTED
+_PAUSE_S = 0.1
+_MAX_SOCKETS = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ def fetch(
     Parameters
     ----------
     address : str or tuple of (str, int)
-        ``"host:port"``, or the two apart.
+        ``"host:port"``, or the two apart; an IPv6 address in brackets or not, with its scope.
     engine_id : str
         The engine that is meant; another one is refused.
     compatibility : mapping of str to str
@@ -88,11 +93,14 @@ def fetch(
         If its answer does not decode.
     HandshakeError
         If it refuses for another reason, or only one of the sides has a secret.
+    ResourceExhausted
+        If the process is about to run out of file descriptors or threads.
 
     Notes
     -----
-    Blocks, without the GIL. Thread-safe; every call has a connection of its own. An address where
-    nothing listens yet is tried again until the deadline.
+    Blocks, without the GIL. Thread-safe; every call has connections of its own, to all addresses
+    that the host's name has. An address where nothing listens yet is tried again until the
+    deadline.
     """
     identity = msg.check_identity(engine_id, compatibility)
     host, port = _split_address(address)
@@ -100,86 +108,143 @@ def fetch(
         raise ConfigError(f"timeout is {timeout!r}; expected seconds above 0")
     wanted = None if ranks is None else [msg.check_rank(rank) for rank in ranks]
     keys = find_keys(secret)
-    endpoint, is_wildcard = resolve(host, port, keys=keys, allow_insecure=allow_insecure)
-    if is_wildcard or port == 0:
+    addresses = resolve(host, port, keys=keys, allow_insecure=allow_insecure)
+    if any(each.is_wildcard or each.port == 0 for each in addresses):
         raise ConfigError(f"{host}:{port} is not where a listener is, only what it may bind to")
     question = msgspec.structs.replace(identity, payload=msg.encode(msg.Question(wanted)))
-    peer = endpoint.removeprefix("tcp://")
-    envelope = msg.decode(_exchange(endpoint, question, keys, timeout), msg.Envelope)
-    msg.compare(identity, envelope, peer)
-    answer = _checked(msg.decode(envelope.payload, msg.Reply), wanted, engine_id, peer)
-    return HandshakeReply(engine_id, tuple(answer.served), dict(answer.hellos))
+
+    def read(reply: bytes, peer: str) -> HandshakeReply:
+        envelope = msg.decode(reply, msg.Envelope)
+        msg.compare(identity, envelope, peer)
+        answer = _checked(msg.decode(envelope.payload, msg.Reply), wanted, engine_id, peer)
+        return HandshakeReply(engine_id, tuple(answer.served), dict(answer.hellos))
+
+    check_reserve("a handshake")
+    return _ask(addresses, question, keys, timeout, read)
 
 
-def _split_address(address: str | tuple[str, int]) -> tuple[str, int]:
-    if not isinstance(address, str):
-        host, port = address
-        return host, port
-    host, _, digits = address.removeprefix("tcp://").rpartition(":")
-    if not host or not digits.isdecimal():
-        raise ConfigError(f"address is {address!r}; expected 'host:port'")
-    return host.removeprefix("[").removesuffix("]"), int(digits)
+def _split_address(address: object) -> tuple[object, object]:
+    if isinstance(address, (tuple, list)) and len(address) == 2:
+        return address[0], address[1]
+    host, _, digits = str(address).removeprefix("tcp://").rpartition(":")
+    if not isinstance(address, str) or not host or not digits.isdecimal():
+        raise ConfigError(f"address is {address!r}; expected 'host:port' or (host, port)")
+    return host, digits
 
 
-def _exchange(endpoint: str, question: msg.Envelope, keys: Keys | None, timeout: float) -> bytes:
-    """Send a question on a connection of its own and return the reply."""
-    peer = endpoint.removeprefix("tcp://")
+@functools.cache
+def _context(pid: int) -> zmq.Context[zmq.Socket[bytes]]:  # noqa: ARG001 - one for each process
+    """Return the process's ZeroMQ context; a forked child cannot use that of its parent."""
+    context = zmq.Context()
+    context.max_sockets = _MAX_SOCKETS
+    return context
+
+
+class _Connection:
+    """A connection to one address, with the question on its way."""
+
+    def __init__(self, address: Address, keys: Keys | None, question: bytes) -> None:
+        self.address = address
+        self.peer = str(address)
+        self.is_greeted = False
+        context = _context(os.getpid())
+        self.socket = context.socket(zmq.REQ)
+        self.monitor = self.socket.get_monitor_socket(_EVENTS)
+        try:
+            self.socket.linger = 0
+            self.socket.ipv6 = ":" in address.host
+            self.socket.maxmsgsize = msg.MAX_REPLY_BYTES
+            if keys is not None:
+                self.socket.curve_serverkey = keys.server_public
+                self.socket.curve_publickey = keys.client_public
+                self.socket.curve_secretkey = keys.client_secret
+            self.socket.connect(address.endpoint)
+            self.socket.send(question)
+        except BaseException:
+            self.close()
+            raise
+
+    def take_event(self, *, has_secret: bool) -> int:
+        event: int = parse_monitor_message(self.monitor.recv_multipart())["event"]
+        if event & _REFUSED:
+            mine = "has" if has_secret else "does not have"
+            raise HandshakeError(
+                f"{self.peer} does not talk like this side, which {mine} a shared secret: give "
+                "both sides the same one, and see that a Handshake listens there",
+                peer=self.peer,
+            )
+        self.is_greeted |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        return event
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=0)
+
+
+def _ask(
+    addresses: list[Address],
+    question: msg.Envelope,
+    keys: Keys | None,
+    timeout: float,
+    read: Callable[[bytes, str], HandshakeReply],
+) -> HandshakeReply:
+    """Ask at all addresses of a host at once; the first answer that `read` takes counts."""
     clock = ObservedClock()
     deadline = clock() + timeout
-    seen = 0  # events of the connection
-    # A shared context closes sockets later, so that they pile up under load, and cannot be used in
-    # a forked child.
-    context = zmq.Context()
+    errors: list[HandshakeError] = []
+    seen = 0  # events of all connections
+    poller = zmq.Poller()
+    waiting: dict[object, _Connection] = {}  # by both of its sockets
+    lost: list[tuple[float, Address]] = []  # when to ask again: the listener has hung up
+    opening = list(addresses)
+    text = ", ".join(map(str, addresses))
+
+    def drop(connection: _Connection) -> None:
+        for socket in (connection.socket, connection.monitor):
+            poller.unregister(socket)
+            del waiting[socket]
+        connection.close()
+
     try:
-        socket, monitor = _connect(context, endpoint, keys)
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(monitor, zmq.POLLIN)
-        socket.send(msg.encode(question))
         while (left := deadline - clock()) > 0:
-            ready = dict(poller.poll(math.ceil(min(left, 1.0) * 1000)))
-            if socket in ready:
-                return socket.recv()
-            if monitor in ready:
-                event = parse_monitor_message(monitor.recv_multipart())["event"]
-                if event & _REFUSED:
-                    mine = "does not have" if keys is None else "has"
-                    raise HandshakeError(
-                        f"{peer} does not talk like this side, which {mine} a shared secret: give "
-                        "both sides the same one, and see that a Handshake listens there",
-                        peer=peer,
-                    )
-                seen |= event
-    finally:
-        context.destroy(linger=0)
-    symptom = next((text for event, text in _SYMPTOMS.items() if event & seen), "")
-    raise HandshakeTimeout(
-        f"no answer from {peer} about engine {question.engine_id!r} within "
-        f"{timeout} s: {symptom or 'it cannot be reached'}",
-        peer=peer,
-    )
-
-
-def _connect(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: Keys | None
-) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """Return a connected socket and the socket with its events."""
-    try:
-        socket = context.socket(zmq.REQ)
-        socket.ipv6 = "[" in endpoint
-        socket.maxmsgsize = msg.MAX_REPLY_BYTES
-        if keys is not None:
-            socket.curve_serverkey = keys.server_public
-            socket.curve_publickey = keys.client_public
-            socket.curve_secretkey = keys.client_secret
-        monitor = socket.get_monitor_socket(_EVENTS)
-        socket.connect(endpoint)
+            for address in opening:
+                connection = _Connection(address, keys, msg.encode(question))
+                for socket in (connection.socket, connection.monitor):
+                    waiting[socket] = connection
+                    poller.register(socket, zmq.POLLIN)
+            if not waiting and not lost:
+                break
+            for socket, _ in poller.poll(math.ceil(min(left, 0.1 if lost else 1.0) * 1000)):
+                if socket not in waiting:
+                    continue  # dropped in this round
+                connection = waiting[socket]
+                try:
+                    if socket is connection.socket:
+                        return read(connection.socket.recv(), connection.peer)
+                    event = connection.take_event(has_secret=keys is not None)
+                    seen |= event
+                    if event == zmq.EVENT_DISCONNECTED and connection.is_greeted:
+                        drop(connection)
+                        lost.append((clock() + _PAUSE_S, connection.address))
+                except HandshakeError as error:
+                    errors.append(error)
+                    drop(connection)
+            opening = [address for due, address in lost if due <= clock()]
+            lost = [each for each in lost if each[1] not in opening]
     except zmq.ZMQError as error:
-        peer = endpoint.removeprefix("tcp://")
-        raise HandshakeError(
-            f"no connection to {peer} can be opened: {error}", peer=peer
-        ) from error
-    return socket, monitor
+        raise HandshakeError(f"no connection to {text} can be used: {error}", peer=text) from error
+    finally:
+        for connection in set(waiting.values()):
+            connection.close()
+    if errors:
+        raise errors[0]
+    symptom = next((why for event, why in _SYMPTOMS.items() if event & seen), "")
+    raise HandshakeTimeout(
+        f"no answer from {text} about engine {question.engine_id!r} within "
+        f"{timeout} s: {symptom or 'it cannot be reached'}",
+        peer=text,
+    )
 
 
 def _checked(reply: msg.Reply, ranks: list[Rank] | None, engine_id: str, peer: str) -> msg.Answer:

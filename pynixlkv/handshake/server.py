@@ -5,19 +5,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
+import socket
 import sys
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 from zmq.auth import Authenticator
+from zmq.utils.monitor import parse_monitor_message
 
 from pynixlkv._closeable import Closeable
+from pynixlkv._limits import check_reserve
 from pynixlkv.errors import ConfigError, HandshakeError, HandshakeTimeout, WireError
 from pynixlkv.handshake import message as msg
-from pynixlkv.handshake.security import Keys, find_keys, resolve
+from pynixlkv.handshake.security import Address, Keys, find_keys, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,6 +30,12 @@ if TYPE_CHECKING:
     from pynixlkv.types import Rank
 
 _MAX_WAITING_CONNECTIONS = 1024
+_MAX_CLIENTS = 1024
+_MAX_STRANGERS = 128
+_GREETING_MS = 5000
+_CLIENT_EVENTS = (
+    zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+)
 _MAX_FRAMES = 3  # routing id, empty delimiter, message
 _ZAP_DOMAIN = "pynixlkv"
 _log = logging.getLogger("pynixlkv.handshake")
@@ -56,10 +67,14 @@ class Handshake(Closeable):
     ConfigError
         If there are no hellos, an argument is wrong, the port is taken, or there is no secret where
         one is needed.
+    ResourceExhausted
+        If the process is about to run out of file descriptors or threads.
 
     Notes
     -----
-    Listens when the constructor returns. All methods are thread-safe. A forked child cannot use it.
+    Listens when the constructor returns. All methods are thread-safe. A forked child cannot use it,
+    and does not keep the port. A client has 5 s for ZeroMQ's greeting, with which it proves that it
+    has the secret. With more than 128 clients in that state, or 1,024 in all, everybody is cut off.
     """
 
     def __init__(
@@ -79,9 +94,10 @@ class Handshake(Closeable):
             raise ConfigError("hellos is empty; give the hello of at least one rank")
         served = {msg.check_rank(rank): bytes(hello) for rank, hello in hellos.items()}
         keys = find_keys(secret)
-        endpoint, _ = resolve(host, port, keys=keys, allow_insecure=allow_insecure)
-        listener = _Listener(identity, served, endpoint, keys)
-        self.host = host
+        address = resolve(host, port, keys=keys, allow_insecure=allow_insecure)[0]
+        check_reserve("a Handshake")
+        listener = _Listener(identity, served, address, keys)
+        self.host = host.strip("[]")
         """The host as given; for a wildcard, tell peers a name of this machine instead."""
         self.port = listener.port
         """The port, also if 0 was asked for."""
@@ -127,6 +143,96 @@ class Handshake(Closeable):
             self._listener.stop()
 
 
+class _Port:
+    """A listening socket, and the clients that ZeroMQ has accepted from it.
+
+    ZeroMQ cannot close a single client. When there are too many, all of them lose their connection;
+    `fetch` asks again.
+    """
+
+    def __init__(self, router: zmq.Socket[bytes], address: Address) -> None:
+        self._router = router
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._accepting = -1  # ZeroMQ's copy
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+            self._socket.bind(place[0][4])
+            self._socket.listen(_MAX_WAITING_CONNECTIONS)
+            self._socket.setblocking(False)
+        except BaseException:
+            self._socket.close()
+            raise
+        self.number: int = self._socket.getsockname()[1]
+        self._endpoint = Address(address.host, self.number).endpoint
+        self._clients: set[int] = set()  # descriptors
+        self._strangers: set[int] = set()  # of clients that have proved nothing yet
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._max_clients = min(_MAX_CLIENTS, limit // 2)
+        self.monitor = router.context.socket(zmq.PAIR)
+        self.monitor.rcvhwm = 0  # a lost event would be a client for ever
+        router.monitor("inproc://events", _CLIENT_EVENTS)
+        self.monitor.connect("inproc://events")
+        self._accept()
+        _ports.add(self)
+
+    def _accept(self) -> None:
+        self._accepting = os.dup(self._socket.fileno())
+        self._router.use_fd = self._accepting
+        self._router.bind(self._endpoint)
+
+    def take_event(self) -> None:
+        """Note a client that came, proved itself, or went."""
+        event = parse_monitor_message(self.monitor.recv_multipart())
+        kind, descriptor = event["event"], event["value"]
+        if kind == zmq.EVENT_CLOSED:  # the last event of what `unbind` ends
+            self._clients.clear()
+            self._strangers.clear()
+            self._accept()
+        elif kind == zmq.EVENT_ACCEPTED:
+            self._clients.add(descriptor)
+            self._strangers.add(descriptor)
+            if len(self._strangers) > _MAX_STRANGERS or len(self._clients) > self._max_clients:
+                self._drop_all()
+        else:
+            self._strangers.discard(descriptor)
+            if kind == zmq.EVENT_DISCONNECTED:
+                self._clients.discard(descriptor)
+
+    def _drop_all(self) -> None:
+        if self._accepting >= 0:
+            _log.warning(
+                "handshake: dropped %d clients, %d of which had said nothing of worth",
+                len(self._clients),
+                len(self._strangers),
+            )
+            self._accepting = -1
+            self._router.unbind(self._endpoint)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def close_in_child(self) -> None:
+        """Let go of the port, which a forked child would otherwise keep from a successor."""
+        self._socket.close()
+        if self._accepting >= 0:
+            os.close(self._accepting)
+
+
+_ports: weakref.WeakSet[_Port] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    for port in _ports:
+        port.close_in_child()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
 class _Listener:
     """The sockets. Made in the caller's thread, so that errors surface there; then the thread's."""
 
@@ -134,7 +240,7 @@ class _Listener:
         self,
         identity: msg.Envelope,
         served: Mapping[Rank, bytes],
-        endpoint: str,
+        address: Address,
         keys: Keys | None,
     ) -> None:
         self.served = served
@@ -151,8 +257,8 @@ class _Listener:
             self._waker.bind("inproc://stop")
             self._stop.connect("inproc://stop")
             self._router = self._context.socket(zmq.ROUTER)
-            self._router.ipv6 = "[" in endpoint
-            self._router.backlog = _MAX_WAITING_CONNECTIONS
+            self._router.ipv6 = ":" in address.host
+            self._router.handshake_ivl = _GREETING_MS
             self._router.maxmsgsize = msg.MAX_REQUEST_BYTES
             self._router.sndhwm = self._router.rcvhwm = 4  # of each peer, which needs only one
             if keys is not None:
@@ -162,14 +268,12 @@ class _Listener:
                 self._router.curve_publickey = keys.server_public
                 self._router.curve_secretkey = keys.server_secret
                 self._router.zap_domain = _ZAP_DOMAIN.encode()
-            self._router.bind(endpoint)
-        except zmq.ZMQError as error:
-            self._close()
-            raise ConfigError(
-                f"cannot listen on {endpoint}: {error}; port 0 is any free"
-            ) from error
-        bound: Any = self._router.last_endpoint
-        self.port = int(bound.rpartition(b":")[2])
+            self._port = _Port(self._router, address)
+        except (zmq.ZMQError, OSError) as error:
+            self._authenticator.stop()
+            self._context.destroy(linger=0)
+            raise ConfigError(f"cannot listen on {address}: {error}; port 0 is any free") from error
+        self.port = self._port.number
 
     def stop(self) -> None:
         """Let `run` return; does not wait. Called once."""
@@ -179,13 +283,16 @@ class _Listener:
         """Answer until `stop`; the thread's function."""
         poller = zmq.Poller()
         gate = self._authenticator.zap_socket
-        for each in (self._waker, self._router, *([gate] if self._keys else [])):
+        sockets = self._waker, self._router, self._port.monitor, *([gate] if self._keys else [])
+        for each in sockets:
             poller.register(each, zmq.POLLIN)
         try:
             while True:
                 ready = dict(poller.poll())
                 if self._waker in ready:
                     return
+                if self._port.monitor in ready:
+                    self._port.take_event()
                 if gate in ready:
                     self._authenticate(gate.recv_multipart())
                 if self._router in ready:
@@ -194,6 +301,7 @@ class _Listener:
             self._close()
 
     def _close(self) -> None:
+        self._port.close()
         self._authenticator.stop()
         self._context.destroy(linger=0)
 

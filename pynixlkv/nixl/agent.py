@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, ClassVar
 
 from pynixlkv import _loader, _native
+from pynixlkv._limits import check_reserve
 from pynixlkv.agent import Agent, check_strings
 from pynixlkv.errors import NixlError
 
@@ -68,6 +69,7 @@ class NixlAgent(Agent):
         backend_params: Mapping[str, str] | None = None,
         secret: bytes | str | None = None,
     ) -> None:
+        check_reserve("an agent")
         self._library = _loader.load_nixl()
         params = self.default_backend_params(backend) | dict(backend_params or {})
         check_strings("backend parameter", params)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from pynixlkv import _loader, _native
+from pynixlkv._limits import check_reserve
 from pynixlkv.agent import Agent, check_strings
 from pynixlkv.errors import ClosedError, ConfigError
 
@@ -78,6 +79,7 @@ class UcxAgent(Agent):
         error_handling: bool = True,
         secret: bytes | str | None = None,
     ) -> None:
+        check_reserve("an agent")
         check_strings("UCX setting", config or {})
         defaults = {k: v for k, v in _DEFAULTS.items() if f"UCX_{k}" not in os.environ}
         for key, value in _FIXED.items():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-import torch
+import msgspec
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -18,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from pynixlkv import __version__
 from pynixlkv.connector.metadata import (
     ConnectorMetadata,
     KVTransferParams,
@@ -27,10 +27,12 @@ from pynixlkv.connector.metadata import (
 )
 from pynixlkv.connector.scheduler import ConnectorScheduler
 from pynixlkv.connector.staging import HostBlockPool, HostStaging, make_host_tensors
-from pynixlkv.connector.worker import ConnectorWorker
-from pynixlkv.errors import ConfigError, LibraryVersionError
+from pynixlkv.connector.worker import ConnectorWorker, Finished
+from pynixlkv.errors import LibraryVersionError, PynixlkvError
 from pynixlkv.handshake import Handshake
 from pynixlkv.vllm.caches import ParallelPlace, group_specs, kv_cache, layer_number
+from pynixlkv.vllm.content import content_digest
+from pynixlkv.vllm.facts import compatibility, fp8_format
 from pynixlkv.vllm.host import BlockCopy, work_so_far
 from pynixlkv.vllm.options import Options
 from pynixlkv.vllm.stats import PyNixlKVPromMetrics, PyNixlKVStats
@@ -38,6 +40,7 @@ from pynixlkv.vllm.stats import PyNixlKVPromMetrics, PyNixlKVStats
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
@@ -59,6 +62,9 @@ _log = logging.getLogger(__name__)
 
 _TESTED = ((0, 32),)
 """Releases of vLLM that this connector is tested with."""
+
+_SAMPLE = re.compile(r"\d+_(.+)", re.DOTALL)
+"""The id that vLLM gives each of several samples of one request: its number, and that one's id."""
 
 
 @dataclass
@@ -93,7 +99,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._options = Options.read(config.kv_connector_extra_config)
         self._engine_id = str(config.engine_id)
         self._dcp = vllm_config.parallel_config.decode_context_parallel_size
-        self._settings = self._options.connector_config(_compatibility(vllm_config))
+        self._settings = self._options.connector_config(compatibility(vllm_config))
         parallel = vllm_config.parallel_config
         self._parallel = ParallelSizes(
             pp=parallel.pipeline_parallel_size, tp=parallel.tensor_parallel_size, dcp=self._dcp
@@ -106,11 +112,20 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._computed: dict[str, int] = {}
         self._rejected: dict[str, str] = {}
         self._failing: dict[str, str] = {}  # rejected requests for the next results
+        self._not_sent: set[str] = set()  # the same for requests to hold
         self._copy: BlockCopy | None = None
         self._layer_numbers: dict[str, int] = {}
         self._is_step_begun = False
+        # Without both of its caches vLLM numbers images instead of identifying them.
+        features = vllm_config.model_config.multimodal_config
+        self._content = partial(
+            content_digest,
+            hash_features=features is not None
+            and features.mm_processor_cache_gb == 0
+            and not vllm_config.cache_config.enable_prefix_caching,
+        )
+        groups = group_specs(kv_cache_config, self._dcp)  # refuses what is not supported
         if role is KVConnectorRole.SCHEDULER:
-            groups = group_specs(kv_cache_config, self._dcp)
             host_blocks = self._num_host_blocks()
             self._scheduler = ConnectorScheduler(
                 self._engine_id,
@@ -167,19 +182,28 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if info is None:
             try:
                 params = KVTransferParams.from_dict(request.kv_transfer_params)
-                info = RequestInfo(request.request_id, request.num_prompt_tokens, params)
+                params = _for_samples(params, request.request_id)
+                content = cache(partial(self._content, request))
+                info = RequestInfo(request.request_id, request.num_prompt_tokens, params, content)
                 self._side.get_num_new_matched_tokens(info, 0)
-            except ConfigError as error:
-                # A bad request must not stop the engine.
-                _log.error("request %s: %s", request.request_id, error)
-                self._rejected[request.request_id] = str(error)
+            except Exception as error:
+                self._reject(request, error)
                 info = RequestInfo(request.request_id, request.num_prompt_tokens)
             self._infos[request.request_id] = info
         return info
 
+    def _reject(self, request: Request, error: Exception) -> None:
+        """Let a request fail as a failed load does: it must not stop the engine."""
+        is_defect = not isinstance(error, PynixlkvError)
+        _log.error("request %s: %s", request.request_id, error, exc_info=is_defect)
+        self._rejected[request.request_id] = str(error) or type(error).__name__
+
     def on_new_request(self, request: Request) -> None:
         """Keep the request's lease alive while it is queued."""
-        self._side.on_new_request(self._info(request))
+        try:
+            self._side.on_new_request(self._info(request))
+        except Exception as error:
+            self._reject(request, error)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -187,10 +211,13 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return how many tokens can be fetched beyond the local ones."""
         info = self._info(request)
         self._computed[request.request_id] = num_computed_tokens
-        if request.request_id in self._rejected:
-            count = request.num_prompt_tokens - num_computed_tokens
-            return count, count > 0
-        return self._side.get_num_new_matched_tokens(info, num_computed_tokens)
+        if request.request_id not in self._rejected:
+            try:
+                return self._side.get_num_new_matched_tokens(info, num_computed_tokens)
+            except Exception as error:
+                self._reject(request, error)
+        count = request.num_prompt_tokens - num_computed_tokens
+        return count, count > 0
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:  # noqa: ARG002
         """Return the groups that a load fills: all that take part in transfers."""
@@ -201,17 +228,19 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Start to fetch into the allocated blocks."""
+        if request.request_id not in self._rejected:
+            try:
+                self._side.update_state_after_alloc(
+                    self._info(request),
+                    self._tables(blocks.get_block_ids()),
+                    self._computed.get(request.request_id, 0),
+                    num_external_tokens,
+                )
+            except Exception as error:
+                self._reject(request, error)
         why = self._rejected.pop(request.request_id, None)
-        if why is not None:
-            if num_external_tokens:
-                self._failing[request.request_id] = why
-            return
-        self._side.update_state_after_alloc(
-            self._info(request),
-            self._tables(blocks.get_block_ids()),
-            self._computed.get(request.request_id, 0),
-            num_external_tokens,
-        )
+        if why is not None and num_external_tokens:
+            self._failing[request.request_id] = why
 
     def _tables(self, block_ids: tuple[list[int], ...]) -> BlockLists:
         selected = self._kv_cache_config.select_transfer_block_ids(block_ids)
@@ -235,10 +264,14 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         }
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
             info = self._infos.get(request_id)
-            if info is not None and info.params.do_remote_decode:
+            if info is None or not info.params.do_remote_decode:
+                continue
+            try:
                 until = min(computed[request_id] + count, info.num_prompt_tokens)
                 tables = self._tables(self._kv_cache_manager.get_block_ids(request_id))
                 self._side.save(info, tables, until)
+            except Exception:  # what is not pushed now is when the prompt is complete
+                _log.exception("request %s: its layers are not pushed in this step", request_id)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the reports of all workers."""
@@ -262,13 +295,17 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         info = self._info(request)
         for known in (self._infos, self._computed, self._rejected):
             known.pop(request.request_id, None)
-        return self._side.request_finished(
-            info,
-            self._tables(block_ids),
-            min(request.num_computed_tokens, request.num_prompt_tokens),
-            is_complete=request.status
-            in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED),
-        )
+        try:
+            return self._side.request_finished(
+                info,
+                self._tables(block_ids),
+                min(request.num_computed_tokens, request.num_prompt_tokens),
+                is_complete=request.status
+                in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED),
+            )
+        except Exception:
+            _log.exception("request %s cannot be handed over", request.request_id)
+            return self._side.request_finished(info, (), 0, is_complete=False)
 
     # ---- worker
 
@@ -290,6 +327,8 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 interleave=parallel.cp_kv_cache_interleave_size,
             ),
             is_opaque=next(iter(kv_caches.values())).device.type == "cpu",
+            fp8_format=fp8_format(self._vllm_config.cache_config.cache_dtype),
+            backends=_backends(self._vllm_config, list(kv_caches)),
         )
         cache, block_table_index = describe(kv_caches)
         staging = None
@@ -363,8 +402,14 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._is_step_begun = True
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _StepMetadata)
-        self._loader.start_load_kv(metadata.connector, work_so_far())
         self._failing.update(metadata.rejected)
+        step = metadata.connector
+        try:
+            self._loader.start_load_kv(step, work_so_far())
+        except Exception as error:
+            _log.exception("the requests of a step cannot begin")
+            self._failing.update(dict.fromkeys(step.reqs_to_recv, str(error)))
+            self._not_sent.update(step.reqs_to_send)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request runs only after all of it has arrived."""
@@ -384,18 +429,26 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _StepMetadata)
         if metadata.connector.reqs_to_save:
-            self._loader.save_kv_layer(number, work_so_far())
+            try:
+                self._loader.save_kv_layer(number, work_so_far())
+            except Exception:  # it is pushed when the prompt is complete
+                _log.exception("layer %s is not pushed in this step", layer_name)
 
     def wait_for_save(self) -> None:
         """Do nothing: held blocks stay until they are reported as sent."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Return the requests that have ended since the last step."""
-        finished = self._loader.get_finished()
+        try:
+            finished = self._loader.get_finished()
+        except Exception:
+            _log.exception("the requests that have ended are asked for again in the next step")
+            finished = Finished()
         failed = finished.failed.keys() | self._failing.keys()
-        self._failing = {}
+        sent = finished.sent | self._not_sent
+        self._failing, self._not_sent = {}, set()
         return KVConnectorTransferResults(
-            finished_sending=finished.sent,
+            finished_sending=sent,
             finished_recving=finished.received | failed,
             failed_recving=set(failed),
         )
@@ -448,6 +501,18 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None if model is None or model.use_mla else "LBHNC"
 
 
+def _for_samples(params: KVTransferParams, request_id: str) -> KVTransferParams:
+    """Say of a sample that it has siblings, which vLLM tells by the request's id alone."""
+    sample = _SAMPLE.fullmatch(request_id)
+    if sample is None:
+        return params
+    return msgspec.structs.replace(
+        params,
+        sibling_group=params.sibling_group or sample[1],
+        num_readers=params.num_readers if params.num_readers > 1 else 0,
+    )
+
+
 def _check_version(version: str) -> None:
     numbers = version.split(".")
     if tuple(int(n) if n.isdecimal() else -1 for n in numbers[:2]) not in _TESTED:
@@ -459,26 +524,10 @@ def _check_version(version: str) -> None:
         )
 
 
-def _compatibility(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return what two engines must agree on for their bytes to have the same meaning."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    facts: dict[str, object] = {
-        "vllm": vllm.__version__,
-        "pynixlkv": ".".join(__version__.split(".")[:2]),
-        "model": model.model,
-        "dtype": model.dtype,
-        "cache_dtype": cache.cache_dtype,
-        "kv_heads": model.get_total_num_kv_heads(),
-        "head_size": model.get_head_size(),
-        "layers": model.get_total_num_hidden_layers(),
-        "hybrid_kv_cache_manager": not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
-        "transfer_mode": vllm_config.kv_transfer_config.get_from_extra_config(
-            "transfer_mode", "pull"
-        ),
-    }
-    from vllm.platforms import current_platform
+def _backends(config: VllmConfig, layers: list[str]) -> dict[str, str]:
+    """Return the name of the attention backend of each layer."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-    if current_platform.is_cpu():
-        # The order inside a page depends on the instruction set of the kernels.
-        facts["cpu"] = torch.backends.cpu.get_cpu_capability()
-    return {name: str(value) for name, value in facts.items()}
+    found = get_layers_from_vllm_config(config, AttentionLayerBase, layers)
+    return {name: layer.get_attn_backend().get_name() for name, layer in found.items()}

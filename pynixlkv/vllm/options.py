@@ -45,6 +45,14 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         Longest time to load a request.
     handshake_timeout : float
         Longest handshake.
+    checksums : str
+        Compare digests of loaded KV with the prefill's: ``"all"`` of it, ``"sampled"``, or
+        ``"off"``. An option of decode.
+    checksum_fraction : float
+        Part of a request's KV that ``"sampled"`` compares.
+    self_test : bool
+        Before the first request from a prefill engine, test that both sides mean the same by the
+        axes of their caches. Takes up to 4 MiB of the cache's memory.
     engine_ttl : float
         Producers that are idle for this long are forgotten.
     max_leases : int
@@ -70,6 +78,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     kv_heartbeat_interval: _Seconds | None = None
     transfer_timeout: _Seconds = 30.0
     handshake_timeout: _Seconds = 5.0
+    checksums: Literal["off", "sampled", "all"] = "sampled"
+    checksum_fraction: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1 / 16
+    self_test: bool = True
     engine_ttl: _Seconds = 3600.0
     max_leases: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 16384
     host_buffer_blocks: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -107,6 +118,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             transfer_timeout=self.transfer_timeout,
             handshake_timeout=self.handshake_timeout,
             peer_ttl=self.engine_ttl,
+            self_test=self.self_test,
+            checksums=self.checksums,
+            checksum_fraction=self.checksum_fraction,
             max_leases=self.max_leases,
             compatibility=compatibility if self.enforce_handshake_compat else {},
             allow_insecure=self.allow_insecure,

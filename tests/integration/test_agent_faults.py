@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
+import subprocess
+import sys
 import threading
 import time
 
@@ -228,3 +230,34 @@ def test_a_refused_read_names_what_arrived(remote, make):
         assert caught.value.bytes_done == 0
         cause = caught.value.__cause__
         assert cause is None or cause.library == agent.transfer_backend
+
+
+LIMITED = """
+import os, resource, sys
+from pynixlkv.errors import PynixlkvError
+from pynixlkv.nixl import NixlAgent
+from pynixlkv.ucx import UcxAgent
+kind, spare = {"nixl": NixlAgent, "ucx": UcxAgent}[sys.argv[1]], int(sys.argv[2])
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+used = len(os.listdir("/proc/self/fd")) - 1
+resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, hard))
+try:
+    with kind("a") as a, kind("b") as b:
+        a.connect(b.hello())
+        print("done")
+except PynixlkvError as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize("backend", ["nixl", "ucx"])
+def test_too_few_descriptors_are_an_error(backend):
+    for spare in range(0, 109, 9):
+        run = subprocess.run(
+            [sys.executable, "-c", LIMITED, backend, str(spare)],
+            capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert run.returncode == 0, (spare, run.stderr)
+        if spare < 32 or spare > 100:
+            wanted = "ResourceExhausted" if spare < 32 else "done"
+            assert run.stdout.split() == [wanted], (spare, run.stderr)

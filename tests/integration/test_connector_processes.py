@@ -119,6 +119,21 @@ def test_every_byte_arrives(engines, case):
     assert producer.errors() == consumer.errors() == 0
 
 
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_bit_that_goes_wrong_is_found(engines, mode):
+    producer, consumer = engines.make(
+        mode, DENSE, (2, 1), ("KBHND", "BKNHD"), (4, 8), checksums="all"
+    )
+    consumer.spoil()
+    for i in range(2):
+        params = producer.prefill(f"p{i}", i, 29)
+        consumer.fetch(f"d{i}", i, 29, params)
+        ends = consumer.until(ended(f"d{i}"))
+    assert ends == {"d0": {"corrupt"}, "d1": "received"}
+    producer.until(has(["p0", "p1"], "sent"))
+    assert producer.errors() == consumer.errors() == 0
+
+
 def early(address, engine_id, request_id, tp=1):
     return {
         "do_remote_prefill": True,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from pynixlkv.topology import held_heads, held_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future, ThreadPoolExecutor
 
     import numpy.typing as npt
 
@@ -33,6 +35,25 @@ if TYPE_CHECKING:
     from pynixlkv.types import Rank
 
 POISON = 0xDEAD
+
+
+def content(prompt: int, num_tokens: int) -> str:
+    """Name what decides the KV of a prompt's first tokens."""
+    return f"prompt {prompt} up to {num_tokens}"
+
+
+class ToyWorker(ConnectorWorker):
+    """Knows what its other threads have not finished."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        self.unfinished: set[Future[object]] = set()
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+
+    def _submit(self, executor: ThreadPoolExecutor, function: Callable[[], object]) -> Any:
+        future = super()._submit(executor, function)
+        self.unfinished.add(future)
+        future.add_done_callback(self.unfinished.discard)
+        return future
 
 
 @dataclass(frozen=True)
@@ -67,7 +88,7 @@ class ToyRank:
         block_size: int,
         num_blocks: int,
         agent: Agent,
-        worker: ConnectorWorker,
+        worker: ToyWorker,
     ) -> None:
         self.model, self.agent, self.worker = model, agent, worker
         self.axes, self.block_size = axes, block_size
@@ -186,7 +207,7 @@ class ToyEngine:
         for stage in range(pp):
             for rank in range(tp):
                 agent = make_agent(f"{engine_id}.{stage}.{rank}")
-                worker = ConnectorWorker(
+                worker = ToyWorker(
                     agent,
                     engine_id=engine_id,
                     rank=(stage, rank),
@@ -244,21 +265,24 @@ class ToyEngine:
     ) -> dict[str, object] | None:
         """Compute a prompt and hand it over; the blocks are freed when the scheduler allows."""
         info = RequestInfo(
-            request_id, num_tokens, KVTransferParams.from_dict({"do_remote_decode": True, **params})
+            request_id,
+            num_tokens,
+            KVTransferParams.from_dict({"do_remote_decode": True, **params}),
+            partial(content, prompt),
         )
         blocks = self.allocate(num_tokens)
         for rank in self.ranks:
             rank.write(prompt, blocks, range(num_tokens))
+        self.requests[request_id] = ToyRequest(info, prompt, blocks, num_tokens)
         keeps, answer = self.scheduler.request_finished(info, (tuple(blocks),), num_tokens)
-        if keeps:
-            self.requests[request_id] = ToyRequest(info, prompt, blocks, num_tokens)
-        else:
-            self.free += blocks
+        if not keeps:
+            self._drop(request_id)
         return answer
 
     def begin(self, request_id: str, prompt: int, num_tokens: int) -> None:
         """Take a prompt that is computed in chunks, to be handed over."""
-        info = RequestInfo(request_id, num_tokens, KVTransferParams(do_remote_decode=True))
+        params = KVTransferParams(do_remote_decode=True)
+        info = RequestInfo(request_id, num_tokens, params, partial(content, prompt))
         self.requests[request_id] = ToyRequest(info, prompt, [])
 
     def compute(self, request_id: str, until: int) -> None:
@@ -291,7 +315,8 @@ class ToyEngine:
     # ---- consumer
 
     def arrive(self, request_id: str, prompt: int, num_tokens: int, params: object) -> RequestInfo:
-        info = RequestInfo(request_id, num_tokens, KVTransferParams.from_dict(params))  # type: ignore[arg-type]
+        made = KVTransferParams.from_dict(params)  # type: ignore[arg-type]
+        info = RequestInfo(request_id, num_tokens, made, partial(content, prompt))
         self.requests[request_id] = ToyRequest(info, prompt, [])
         self.scheduler.on_new_request(info)
         return info

@@ -6,8 +6,10 @@ import functools
 import logging
 import time
 
+from spoiled import SpoiledVerification
 from toy_engine import Model, ToyEngine
 
+from pynixlkv.connector import receiver
 from pynixlkv.connector.config import ConnectorConfig
 from pynixlkv.handshake import Handshake
 from pynixlkv.nixl import NixlAgent
@@ -84,6 +86,11 @@ class Driver:
         self.engine.finish(request_id)
         if request_id in self.engine.requests:
             self.aborted.add(request_id)  # its blocks are free when its end is reported
+
+    def spoil(self):
+        """Let a bit of the next request that is received with checksums of all go wrong."""
+        receiver.Verification = SpoiledVerification  # type: ignore[misc]
+        SpoiledVerification.count += 1
 
     def overwrite(self, blocks, prompt):
         """Let another request have blocks."""

@@ -55,6 +55,7 @@ class World:
 
     def __init__(self, mode: str = "pull", **config: object) -> None:
         self.network, self.clock = FakeNetwork(), Clock()
+        config.setdefault("self_test", False)
         self.config = ConnectorConfig(transfer_mode=mode, **config)  # type: ignore[arg-type]
         self.engines: dict[str, ToyEngine] = {}
         self._order: dict[str, int] = {}
@@ -62,6 +63,7 @@ class World:
         self.outcomes: dict[str, Outcome] = {}
         self.unreachable: set[str] = set()
         self.num_fetches = 0
+        self.has_blocked_threads = False
         self._seen: dict[str, int] = {}
 
     def __enter__(self) -> World:
@@ -165,7 +167,13 @@ class World:
             self.round()
             for engine in self.engines.values():
                 engine.flush()
-            idle = 0 if self._is_active(0.001) else idle + 1
+            is_busy = self._is_active(0.001) or self._has_running_threads()
+            idle = 0 if is_busy else idle + 1
+
+    def _has_running_threads(self) -> bool:
+        if self.has_blocked_threads:
+            return False
+        return any(r.worker.unfinished for engine in self.engines.values() for r in engine.ranks)
 
     def pass_time(self, seconds: float, steps: int = 1) -> None:
         """Move the clock, in steps, with rounds between them."""
@@ -248,8 +256,8 @@ class Inbox:
     def releases(self) -> list[tuple[int, str]]:
         """Return (rank index, request id) of all releases."""
         return [
-            (index, request_id)
+            (index, request.request_id)
             for index, _, message in self.messages
             if isinstance(message, messages.Release)
-            for request_id, _ in message.requests
+            for request in message.requests
         ]

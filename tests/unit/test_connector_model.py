@@ -18,12 +18,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from spoiled import SpoiledVerification
 from toy_engine import POISON, Model, ToyEngine
 from toy_world import FakeEvent, World
 
-from pynixlkv.connector import messages
+from pynixlkv.connector import messages, receiver
 from pynixlkv.connector.messages import ConsumerRank
-from pynixlkv.connector.metadata import Lease, ParallelSizes
+from pynixlkv.connector.metadata import EndState, Lease, ParallelSizes
 from pynixlkv.testing import FakeAgent
 
 MODEL = Model(layers=2, kv_heads=2, dim=2)
@@ -33,6 +34,8 @@ GAP_S = 2.0  # all longer ones are pauses of an engine's process
 FAULTY = st.sampled_from(["P", "D"])
 RANK = st.integers(0, 1)
 PICK = st.integers(0, 1 << 16)
+NUMBERS = st.sampled_from([(1, 0), (1, 1), (1, 2), (1, 4), (2, 1), (3, 0), (2, 3)])
+"""Samples that a producer computes, and readers that a router announces."""
 
 
 class PoisoningEngine(ToyEngine):
@@ -89,8 +92,11 @@ class KitMachine(RuleBasedStateMachine):
         tp=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]),
         block_sizes=st.sampled_from([(4, 4), (4, 8), (8, 4)]),
         longest_gap=st.sampled_from([math.inf, GAP_S]),
+        checksums=st.sampled_from(["all", "all", "sampled", "off"]),
+        num_spoiled=st.integers(0, 2),
     )
-    def begin_world(self, mode, tp, block_sizes, longest_gap):
+    def begin_world(self, mode, tp, block_sizes, longest_gap, checksums, num_spoiled):
+        SpoiledVerification.count = num_spoiled
         self.mode, self.longest_gap = mode, longest_gap
         self.world = PoisoningWorld(
             mode,
@@ -99,6 +105,7 @@ class KitMachine(RuleBasedStateMachine):
             transfer_timeout=TIMEOUT_S,
             max_leases=8,
             peer_ttl=300.0,
+            checksums=checksums,
         )
         self.options = {
             "P": {"tp": tp[0], "block_size": block_sizes[0], "axes": "KBHND"},
@@ -108,6 +115,7 @@ class KitMachine(RuleBasedStateMachine):
         self.life = 0
         self.number = 0
         self.offers = []  # (prompt, num_tokens, params)
+        self.samples = []  # of prompts, that are not computed yet
         self.queued, self.open, self.here = [], set(), []  # of the consumer
         self.chunked = []  # prompts of the producer that are not computed to their end
         self.pauses = set()
@@ -141,15 +149,21 @@ class KitMachine(RuleBasedStateMachine):
 
     # ---- producer
 
-    @rule(num_tokens=st.integers(1, 17), is_late=st.booleans(), siblings=st.booleans())
-    def prefill(self, num_tokens, is_late, siblings):
+    @rule(
+        num_tokens=st.integers(1, 17),
+        is_late=st.booleans(),
+        num_readers=st.sampled_from([1, 1, 1, 0, 2, 3]),
+        num_samples=st.integers(1, 3),
+    )
+    def prefill(self, num_tokens, is_late, num_readers, num_samples):
         if not self.p.fits(num_tokens) or self.p.scheduler.num_free_leases == 0:
             return
         number = self.new_number()
-        group = {"sibling_group": f"g{number // 4}"} if siblings else {}
-        params = self.p.prefill(f"p{number}", number, num_tokens, **group)
+        told = {"sibling_group": f"g{number}", "num_readers": num_readers}
+        params = self.p.prefill(f"p{number}", number, num_tokens, **told)
         assert params is not None
         self.offers.append((number, num_tokens, params))
+        self.samples += [(number, num_tokens, told)] * (num_samples - 1)
         if is_late:
             request = self.p.requests[f"p{number}"]
             self.p.poison(request.blocks)
@@ -161,6 +175,14 @@ class KitMachine(RuleBasedStateMachine):
                     rank.write(number, blocks, range(num_tokens))
 
             self.p.late.append((f"p{number}", compute))
+
+    @rule()
+    def prefill_sample(self):
+        """Another sample of a prompt, whose first one may still be held."""
+        if self.samples and self.p.fits(self.samples[0][1]) and self.p.scheduler.num_free_leases:
+            prompt, num_tokens, told = self.samples.pop(0)
+            params = self.p.prefill(f"p{self.new_number()}", prompt, num_tokens, **told)
+            self.offers.append((prompt, num_tokens, params))
 
     @rule()
     def finish_late_work(self):
@@ -274,7 +296,7 @@ class KitMachine(RuleBasedStateMachine):
     )
     def go(self, num_tokens, prefix, wait, rounds, is_late):
         """The usual way of a request, fast or slowly."""
-        self.prefill(num_tokens, is_late=is_late, siblings=False)
+        self.prefill(num_tokens, is_late=is_late, num_readers=1, num_samples=1)
         self.settle(rounds[0])
         self.world.clock.now += wait
         self.look("P")
@@ -334,6 +356,10 @@ class KitMachine(RuleBasedStateMachine):
     def lose(self, role, rank, count):
         self.world.network.drop_notifications(self.agent_of(role, rank), count)
 
+    @rule()
+    def spoil(self):
+        SpoiledVerification.count += 1
+
     @rule(role=FAULTY, rank=RANK)
     def pause(self, role, rank):
         name = self.agent_of(role, rank)
@@ -385,8 +411,8 @@ class KitMachine(RuleBasedStateMachine):
         with FakeAgent("stranger", self.world.network) as stranger:
             peer = stranger.connect(self.world.engines[self.alias[role]].hellos[0, 0])
             for message in (
-                messages.Release(reader, [(request_id, wrong)]),
-                messages.Heartbeat([(request_id, wrong), (request_id, lease)]),
+                messages.Release(reader, [messages.Reader(request_id, wrong, shift)]),
+                messages.Heartbeat([messages.Reader(request_id, each) for each in (wrong, lease)]),
                 messages.HeartbeatAck([(request_id, lease, messages.LeaseStatus.ENDED)]),
                 messages.PushDone(12345, False, ""),
                 messages.CancelPush(12345),
@@ -458,11 +484,166 @@ class KitMachine(RuleBasedStateMachine):
                 break
 
 
+class LeaseMachine(RuleBasedStateMachine):
+    """A lease and its readers, in two engines, against what the documentation says of its end.
+
+    Nothing is lost but engines, and time passes by heartbeats, so that the end is known exactly.
+    """
+
+    @initialize(
+        mode=st.sampled_from(["pull", "push"]),
+        tp=st.sampled_from([1, 2]),
+        numbers=NUMBERS,
+    )
+    def begin_world(self, mode, tp, numbers):
+        self.world = PoisoningWorld(
+            mode, lease_duration=LEASE_S, heartbeat_interval=BEAT_S, transfer_timeout=1e6
+        )
+        self.number, self.is_alive, self.readers = 0, False, {}
+        self.world.engine("P", MODEL, tp=2, num_blocks=NUM_BLOCKS, axes="KBHND")
+        self.options = {"D": {"tp": tp, "axes": "BKNHD"}, "E": {"tp": 3 - tp, "block_size": 8}}
+        for role in "DE":
+            self.begin_engine(role)
+        self.begin_lease(numbers)
+
+    def begin_engine(self, role):
+        engine = self.world.engine(role, MODEL, num_blocks=64, **self.options[role])
+        engine.arrive(f"{role}{self.number + 1}", 7, 4, self.hand_over(1, 1))
+        engine.schedule(f"{role}{self.number}")
+        self.world.until(lambda: f"p{self.number}" in self.world.outcomes["P"].sent)
+        self.world.quiet()
+        self.finish(role, f"{role}{self.number}")
+        self.is_alive = False
+
+    def finish(self, role, request_id):
+        self.world.engines[role].finish(request_id)
+        self.world.quiet()
+
+    @property
+    def now(self):
+        return self.world.clock.now
+
+    def hand_over(self, num_samples, num_readers):
+        """A prompt of some samples; the router says how many readers there will be."""
+        self.number += 1
+        name, told = f"p{self.number}", {"num_readers": num_readers}
+        self.readers, self.is_alive, self.ends_at = {}, True, self.now + LEASE_S
+        self.expected = num_readers if num_samples == 1 else max(num_samples, num_readers)
+        for sample in range(num_samples):
+            told["sibling_group"] = name
+            sample_name = f"{name}.{sample}" if sample else name
+            params = self.world.engines["P"].prefill(sample_name, 7, 4, **told)
+            self.world.quiet()
+        self.name = name
+        return params
+
+    @precondition(lambda self: not self.is_alive)
+    @rule(numbers=NUMBERS)
+    def begin_lease(self, numbers):
+        self.params = self.hand_over(*numbers)
+
+    # ---- readers: their deadline while they are attached, None when they are done
+
+    @precondition(lambda self: self.is_alive)
+    @rule(roles=st.lists(st.sampled_from("DE"), min_size=1, max_size=3))
+    def attach(self, roles):
+        for role in roles:
+            self.number += 1
+            request_id = f"{role}{self.number}"
+            self.world.engines[role].arrive(request_id, 7, 4, self.params)
+            self.world.quiet()
+            self.readers[request_id] = self.ends_at = self.now + LEASE_S
+
+    def attached(self, pick):
+        """Choose a reader of a living engine."""
+        names = [
+            name
+            for name, deadline in self.readers.items()
+            if deadline is not None and name in self.world.engines[name[0]].requests
+        ]
+        return names[pick % len(names)] if names else None
+
+    @precondition(lambda self: self.is_alive and self.attached(0))
+    @rule(pick=PICK, what=st.sampled_from(["receive", "receive", "abort"]))
+    def end_reader(self, pick, what):
+        name = self.attached(pick)
+        engine = self.world.engines[name[0]]
+        if what == "receive":
+            engine.schedule(name)
+            self.world.until(lambda: name in self.world.outcomes[name[0]].received)
+            assert engine.holds(name)
+        self.finish(name[0], name)
+        self.readers[name] = None
+        left = [deadline for deadline in self.readers.values() if deadline is not None]
+        if len(self.readers) < self.expected:
+            return
+        if left:
+            self.ends_at = max(left)
+        elif self.expected:
+            self.ends_at = self.now
+        else:
+            self.ends_at = self.now + BEAT_S
+
+    @precondition(lambda self: self.is_alive and self.attached(0))
+    @rule(pick=PICK)
+    def lose(self, pick):
+        role = self.attached(pick)[0]
+        self.world.kill(role)
+        alive = (self.name, self.readers, self.ends_at, self.expected)
+        self.begin_engine(role)
+        self.name, self.readers, self.ends_at, self.expected = alive
+        self.is_alive = True
+
+    @precondition(lambda self: self.is_alive)
+    @rule(beats=st.sampled_from([1, 1, 2, 6]))
+    def pass_time(self, beats):
+        for _ in range(beats):
+            self.world.pass_time(BEAT_S)
+            self.is_alive &= self.now < self.ends_at
+            for name, deadline in self.readers.items():
+                is_there = name in self.world.engines[name[0]].requests
+                if deadline is not None and is_there and self.is_alive:
+                    self.readers[name] = self.ends_at = self.now + LEASE_S
+
+    @precondition(lambda self: not self.is_alive)
+    @rule(role=st.sampled_from("DE"))
+    def read_late(self, role):
+        """A reader of a lease that has ended gets nothing."""
+        self.number += 1
+        name = f"{role}{self.number}"
+        self.world.engines[role].arrive(name, 7, 4, self.params)
+        self.world.engines[role].schedule(name)
+        self.world.until(lambda: name in self.world.outcomes[role].failed)
+        assert {end.state for end in self.world.outcomes[role].failed[name]} <= {EndState.EXPIRED}
+        self.finish(role, name)
+
+    @invariant()
+    def the_lease_ends_when_it_should(self):
+        self.world.quiet()
+        self.is_alive &= self.now < self.ends_at
+        assert (self.name in self.world.outcomes["P"].sent) is not self.is_alive
+        assert self.world.leases("P") == [int(self.is_alive)] * 2
+        free = self.world.engines["P"].free
+        assert len(free) == NUM_BLOCKS - self.is_alive
+
+    def teardown(self):
+        for engine_id in list(self.world.engines):
+            self.world.close(engine_id)
+
+
 @pytest.fixture(autouse=True)
-def no_log(caplog):
+def no_log(caplog, monkeypatch):
+    monkeypatch.setattr(receiver, "Verification", SpoiledVerification)
     caplog.set_level(logging.CRITICAL + 1, logger="pynixlkv")
 
 
+TestLease = LeaseMachine.TestCase
+TestLease.settings = settings(
+    max_examples=25,
+    stateful_step_count=15,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 TestKit = KitMachine.TestCase
 TestKit.settings = settings(
     max_examples=60,

@@ -7,14 +7,16 @@ import subprocess
 import sys
 import weakref
 
+import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
 import torch
 
 from pynixlkv import wire
-from pynixlkv.errors import ConfigError, LayoutError, WireError
+from pynixlkv.errors import ConfigError, LayoutError, PlanError, WireError
 from pynixlkv.geometry import Axis, Geometry, Group, KVCache, Region, memory_spans
+from pynixlkv.plan import TransferPlan
 from pynixlkv.types import MemorySpan, MemoryType
 
 EXTENTS = {"L": 3, "K": 2, "B": 5, "H": 4, "N": 8, "D": 16, "C": 32}
@@ -162,6 +164,110 @@ def test_torch_tensors_need_no_numpy_type() -> None:
 def test_big_endian_numbers_are_another_type() -> None:
     swapped = array("KBHND", ">f4")
     assert only(KVCache.from_tensors({"x": swapped}, axes="KBHND", kv_heads=4)).dtype == ">f4"
+
+
+ML_DTYPES = [
+    *("bfloat16", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e3m4", "float8_e4m3"),
+    *("float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+    *("float8_e8m0fnu", "int2", "int4", "uint2", "uint4"),
+]
+NUMPY_TYPES = [
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+]
+TORCH_TYPES = [
+    *(name for name in ML_DTYPES + NUMPY_TYPES if isinstance(getattr(torch, name, 0), torch.dtype)),
+    *("float4_e2m1fn_x2", "int7", "uint1"),
+]
+
+
+def of_type(values) -> KVCache:
+    return KVCache.from_tensors({"x": values}, axes="BHND", kv_heads=2)
+
+
+def every_type():
+    for name in [*NUMPY_TYPES, ">i2", ">f4", ">c16"]:
+        yield name, of_type(np.zeros((3, 2, 4, 8), name))
+    for name in ML_DTYPES:
+        yield name, of_type(np.zeros((3, 2, 4, 8), getattr(ml_dtypes, name)))
+    for name in TORCH_TYPES:
+        yield name, of_type(torch.empty((3, 2, 4, 8), dtype=getattr(torch, name)))
+
+
+def test_element_types_meet_by_name_across_libraries_and_unlike_ones_do_not() -> None:
+    made = list(every_type())
+    assert len(made) > len({name for name, _ in made}) > 35
+    for a, here in made:
+        assert only(here).dtype == a
+        assert Geometry.from_bytes(here.geometry.to_bytes()) == here.geometry
+        for b, there in made:
+            found = here.geometry.differences(there.geometry)
+            assert found[:1] == ([] if a == b else [("kv.dtype", a, b)])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        ("V1", "void8"),
+        ([("a", "f4"), ("b", "f4")], "void64"),
+        (np.longdouble, "longdouble|float128"),
+        ("M8[ns]", r"datetime64\[ns\]"),
+        ("m8[s]", r"timedelta64\[s\]"),
+        ("S4", "bytes32"),
+        ("U1", "str32"),
+        (torch.qint8, "qint8"),
+        (torch.quint4x2, "quint4x2"),
+        (torch.bits8, "bits8"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*quantized")
+def test_element_types_without_a_portable_meaning_are_refused_by_name(dtype, name) -> None:
+    make = torch.empty if isinstance(dtype, torch.dtype) else np.zeros
+    values = make((3, 2, 4, 8), dtype=dtype)
+    with pytest.raises(LayoutError, match=f"tensor 'x': '({name})' is no element type"):
+        of_type(values)
+    assert memory_spans(values)[0].nbytes  # but its memory can be registered
+
+
+@pytest.mark.parametrize("dtype", ["void16", "half", "nvfp4", "uint16:", "", "V2"])
+def test_a_given_element_type_is_a_known_name(dtype) -> None:
+    with pytest.raises(LayoutError, match=f"'{dtype}' is no element type"):
+        KVCache.from_tensors({"x": array("BHND", "u2")}, axes="BHND", kv_heads=4, dtype=dtype)
+
+
+def test_a_given_element_type_has_the_size_of_the_tensor_s() -> None:
+    with pytest.raises(LayoutError, match="'float8_e5m2' has 1 bytes an element, the array 2"):
+        cache(dtype="float8_e5m2")
+    untold = KVCache.from_tensors(
+        {"x": array("BHND", "V2")}, axes="BHND", kv_heads=4, dtype="bfloat16"
+    )
+    assert only(untold).dtype == "bfloat16"
+
+
+def test_a_packing_is_part_of_the_type_and_opaque_heads_need_equal_shards() -> None:
+    def made(heads, tp, dtype="uint8:nvfp4", opaque_axes="HND"):
+        pages = np.zeros((3, heads, 4, 9), np.uint8)
+        options = {"dtype": dtype, "opaque_axes": opaque_axes}
+        return KVCache.from_tensors(
+            {"x": pages}, axes="BHND", kv_heads=4, tp=tp, **options
+        ).geometry
+
+    TransferPlan(made(2, (1, 2)), made(2, (1, 2)))
+    with pytest.raises(PlanError, match=r"kv\.dtype is 'uint8:nvfp4' here and 'uint8' there"):
+        TransferPlan(made(2, (1, 2)), made(2, (1, 2), "uint8"))
+    with pytest.raises(
+        PlanError,
+        match="heads per rank, indivisible in pages of uint8:nvfp4, is '2 of 4' here and '4 of 4'",
+    ):
+        TransferPlan(made(2, (1, 2)), made(4, (0, 1)), heads=[2, 3])
+
+
+def test_a_lazy_conjugate_is_refused() -> None:
+    values = torch.zeros(3, 2, 4, 8, dtype=torch.complex64)
+    assert only(of_type(values)).dtype == "complex64"
+    for lazy in (values.conj(), values.conj().imag):
+        with pytest.raises(LayoutError, match="resolve_conj"):
+            of_type(lazy)
 
 
 def test_torch_is_not_imported() -> None:
@@ -345,7 +451,7 @@ def test_ambiguous_shapes() -> None:
         ({"x": array("KBHND")}, {"opaque_axes": 1}, "opaque_axes is 1; expected a str"),
         ({"x": array("KBHND")}, {"group": ""}, "cannot be sent: .*length >= 1.*name"),
         ({"x" * 600: array("KBHND")}, {}, "cannot be sent: .*length <= 512"),
-        ({"x": array("KBHND")}, {"dtype": 5}, "cannot be sent: Expected `str`"),
+        ({"x": array("KBHND")}, {"dtype": 5}, "dtype is 5; expected a str"),
         ({"x": array("KBHND")}, {"opaque_axes": "X"}, "opaque_axes is 'X'; expected different"),
         ({"x": array("KBHND")}, {"opaque_axes": "NN"}, "opaque_axes is 'NN'"),
         (
@@ -450,7 +556,9 @@ def changed(geometry: Geometry, **fields) -> bytes:
         ({"head_dim": 15}, "dim axis is 0 to 15; expected 0 to 14"),
         ({"tp": [1, 1]}, "rank 1 is not in a group of 1"),
         ({"dcp": [2, 2]}, "context ranks is 2"),
-        ({"element_bytes": 4}, "stride of its dim axis is 2 bytes"),
+        ({"element_bytes": 4}, "'float16' has 2 bytes an element, the array 4"),
+        ({"element_bytes": 4, "dtype": "float32"}, "stride of its dim axis is 2 bytes"),
+        ({"dtype": "void16"}, "'void16' is no element type that two sides read alike"),
         ({"element_bytes": -1}, "Expected `int` >= 1"),
         ({"block_size": 2**60}, "Expected `int` <= 1152921504606846975"),
         ({"regions": []}, "length >= 1"),

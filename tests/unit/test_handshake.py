@@ -12,10 +12,11 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 from zmq.utils import z85
@@ -31,12 +32,14 @@ from pynixlkv.errors import (
     HandshakeTimeout,
     ProtocolVersionError,
     RankNotFound,
+    ResourceExhausted,
     WireError,
 )
 from pynixlkv.handshake import Handshake, fetch
 from pynixlkv.handshake import client as handshake_client
+from pynixlkv.handshake import server as handshake_server
 from pynixlkv.handshake.message import MAX_REQUEST_BYTES, Envelope, Question, Refusal
-from pynixlkv.handshake.security import find_keys, resolve
+from pynixlkv.handshake.security import Address, find_keys, resolve
 
 SECRET = b"sixteen or more random bytes"
 FIELDS = {"model": "m", "dtype": "bfloat16"}
@@ -203,15 +206,85 @@ def test_forms_of_the_address():
             listener.address,
             f"tcp://{listener.address}",
             ("localhost", listener.port),
+            ("localhost", np.uint16(listener.port)),
+            ["localhost", str(listener.port)],
         ):
             assert ask(address).hellos == HELLOS
 
 
-def test_ipv6():
-    with serve(host="::1") as listener:
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_ipv6(host):
+    with serve(host=host) as listener:
         assert listener.address == f"[::1]:{listener.port}"
         assert ask(listener).hellos == HELLOS
-        assert ask(("::1", listener.port)).hellos == HELLOS
+        assert ask((host, listener.port)).hellos == HELLOS
+
+
+def test_a_wildcard_serves_both_families():
+    with serve(host="::", allow_insecure=True) as listener:
+        for host in ("::1", "127.0.0.1"):
+            assert ask((host, listener.port)).hellos == HELLOS
+
+
+def test_link_local_addresses_keep_their_scope():
+    for line in Path("/proc/net/if_inet6").read_text().splitlines():
+        digits, *_, scope, _, name = line.split()
+        if scope == "20":
+            address = ":".join(digits[i : i + 4] for i in range(0, 32, 4))
+            with serve(host=f"{address}%{name}", allow_insecure=True) as listener:
+                assert ask(listener, allow_insecure=True).hellos == HELLOS
+            return
+    # A host without one: the scope reaches the endpoint unchanged.
+    assert Address("fe80::1%eth0", 7).endpoint == "tcp://[fe80::1%eth0]:7"
+
+
+@pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
+def test_all_addresses_of_a_name_are_tried(monkeypatch, host):
+    look_up = socket.getaddrinfo
+
+    def both(name, *args, **kwargs):
+        if name != "both.example":
+            return look_up(name, *args, **kwargs)
+        return look_up("127.0.0.1", *args, **kwargs) + look_up("::1", *args, **kwargs)
+
+    with serve(host=host) as listener:
+        # What listens at the other address, if anything does, is another engine.
+        other = {"::1": "127.0.0.1", "127.0.0.1": "::1"}[host]
+        monkeypatch.setattr(socket, "getaddrinfo", both)
+        address = ("both.example", listener.port)
+        assert ask(address).hellos == HELLOS
+        with serve("decode", host=other, port=listener.port):
+            assert ask(address).hellos == HELLOS
+            with pytest.raises(EngineIdMismatch, match="this side about 'nobody'"):
+                ask(address, engine_id="nobody")
+
+
+def test_strangers_do_not_keep_clients_out(monkeypatch, caplog):
+    monkeypatch.setattr(handshake_server, "_MAX_STRANGERS", 8)
+    with serve() as listener, ExitStack() as stack:
+        descriptors = Path("/proc/self/fd")
+        used = len(list(descriptors.iterdir()))
+        for _ in range(64):
+            stranger = stack.enter_context(socket.socket())
+            stranger.connect(("127.0.0.1", listener.port))
+        assert ask(listener).hellos == HELLOS
+        assert len(list(descriptors.iterdir())) < used + 64 + 32
+        assert "dropped 9 clients" in caplog.text
+
+
+def test_a_client_that_is_cut_off_asks_again(monkeypatch):
+    serve_once = handshake_server._Listener._serve
+    cut_off = []
+
+    def cut_off_once(listener):
+        if not cut_off:
+            cut_off.append(listener._port._drop_all())
+        serve_once(listener)  # its answer goes to nobody the first time
+
+    monkeypatch.setattr(handshake_server._Listener, "_serve", cut_off_once)
+    with serve() as listener:
+        assert ask(listener).hellos == HELLOS
+    assert cut_off
 
 
 def serve_in_a_process(channel, secret):
@@ -565,8 +638,11 @@ def test_beyond_loopback_a_secret_or_an_explicit_no_is_needed():
 
 
 def test_endpoints():
-    assert resolve("127.0.0.1", 7, keys=None, allow_insecure=False) == ("tcp://127.0.0.1:7", False)
-    assert resolve("::", 7, keys=None, allow_insecure=True) == ("tcp://[::]:7", True)
+    address = Address("127.0.0.1", 7)
+    assert resolve("127.0.0.1", 7, keys=None, allow_insecure=False) == [address]
+    assert (address.endpoint, address.is_wildcard) == ("tcp://127.0.0.1:7", False)
+    (wildcard,) = resolve("::", 7, keys=None, allow_insecure=True)
+    assert (wildcard.endpoint, wildcard.is_wildcard) == ("tcp://[::]:7", True)
     with pytest.raises(ConfigError, match="cannot be resolved"):
         resolve("no.such.host.invalid", 7, keys=None, allow_insecure=False)
 
@@ -588,7 +664,10 @@ def test_wrong_arguments(options, text):
         ask(listener, **options)
 
 
-@pytest.mark.parametrize("address", ["", "host", "host:", ":5", "h:5x", ("h", "5"), ("h", 65536)])
+@pytest.mark.parametrize(
+    "address",
+    ["", "host", "host:", ":5", "h:5x", ("h", 5.0), ("h", 65536), ("", 5), (b"h", 5), ("h",), 5],
+)
 def test_wrong_addresses(address):
     with pytest.raises(ConfigError, match=r"expected|cannot be resolved"):
         ask(address)
@@ -621,6 +700,7 @@ def test_a_dropped_listener_warns_and_stops():
 def test_a_call_leaves_no_file_and_no_thread_behind():
     folders = [Path("/proc/self/fd"), Path("/proc/self/task")]
     with serve(secret=SECRET) as listener:
+        assert ask(listener, secret=SECRET).hellos == HELLOS  # makes the process's context
         before = [len(list(folder.iterdir())) for folder in folders]
         for _ in range(20):
             with pytest.raises(RankNotFound):
@@ -633,18 +713,79 @@ def test_a_call_leaves_no_file_and_no_thread_behind():
     assert all(a <= b for a, b in zip(after, before, strict=True))
 
 
-def test_no_more_sockets(monkeypatch):
-    make_context = zmq.Context
+LIMITED = """
+import os, resource, sys
+from pynixlkv.errors import PynixlkvError
+from pynixlkv.handshake import Handshake, fetch
+kind, first = sys.argv[1], sys.argv[2] == "first"
+make = lambda name: Handshake(name, {(0, 0): b"x"}, compatibility={})
+server = make("e")
+ask = lambda: fetch(server.address, engine_id="e", compatibility={}, timeout=60)
+if not first:
+    ask()
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+seen = set()
+for spare in range(40):
+    used = len(os.listdir("/proc/self/fd")) - 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, hard))
+    try:
+        ask() if kind == "fetch" else make("other").close()
+        seen.add("done")
+    except PynixlkvError as error:
+        seen.add(type(error).__name__)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+server.close()
+print(*sorted(seen))
+"""
 
-    def small_context():
-        context = make_context()
-        context.max_sockets = 1
-        return context
+
+@pytest.mark.parametrize("first", ["first", "later"])
+@pytest.mark.parametrize("kind", ["fetch", "serve"])
+def test_too_few_descriptors_are_an_error(kind, first):
+    output = subprocess.run(
+        [sys.executable, "-c", LIMITED, kind, first],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert (output.returncode, output.stdout) == (0, "ResourceExhausted done\n"), output.stderr
+
+
+def test_too_few_threads_are_an_error(monkeypatch):
+    def start(_):
+        raise RuntimeError("can't start new thread")
 
     with serve() as listener:
-        monkeypatch.setattr(zmq, "Context", small_context)
-        with pytest.raises(HandshakeError, match="can be opened: Too many open files"):
+        monkeypatch.setattr(threading.Thread, "start", start)
+        with pytest.raises(ResourceExhausted, match="can't start new thread"):
             ask(listener)
+        with pytest.raises(ResourceExhausted, match="no room for a Handshake"):
+            serve()
+
+
+HELD = """
+import os, sys, time
+from pynixlkv.handshake import Handshake
+listener = Handshake("e", {(0, 0): b"x"}, compatibility={})
+print(listener.port, flush=True)
+if os.fork() == 0:
+    print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_forked_child_does_not_keep_the_port():
+    engine = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", HELD],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with engine:
+        port = int(engine.stdout.readline())
+        engine.stdout.readline()  # the child runs, and has let go
+        assert ask(("127.0.0.1", port), engine_id="e", compatibility={}).hellos == {(0, 0): b"x"}
+        engine.kill()
+        engine.wait()
+        with serve(port=port) as successor:
+            assert ask(successor).hellos == HELLOS
 
 
 CHILD = """

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 
 import msgspec
 import numpy as np
 import pytest
 from toy_engine import Model, ToyRequest
+from toy_pair import (
+    BEATS_5,
+    BEATS_10,
+    arrives,
+    connect,
+    early_params,
+    errors,
+    failed,
+    pair,
+    received,
+    sent,
+    start,
+)
 from toy_world import DEADLINE_S, FakeEvent, World
 
 from pynixlkv.connector import messages
+from pynixlkv.connector import worker as worker_module
 from pynixlkv.connector.config import ConnectorConfig
 from pynixlkv.connector.messages import ConsumerRank
 from pynixlkv.connector.metadata import (
@@ -35,37 +48,6 @@ from pynixlkv.transfer import TransferResult
 
 MLA = Model(kv_heads=None)
 BLOCKS_OF_16 = {"block_size": 16}
-BEATS_10 = {"lease_duration": 30, "heartbeat_interval": 10}
-BEATS_5 = {"lease_duration": 30, "heartbeat_interval": 5}
-
-
-@contextlib.contextmanager
-def pair(mode="pull", *, model=None, producer=None, consumer=None, **config):
-    """A world with a producer P and a consumer D."""
-    with World(mode, **config) as world:
-        prefill = world.engine("P", model, **(producer or {}))
-        yield world, prefill, world.engine("D", model, **(consumer or {}))
-
-
-def connect(world, prefill, decode):
-    """Let one short request, d0, connect the engines."""
-    start(world, decode, prefill.prefill("p0", 7, 4), request_id="d0", num_tokens=4)
-    world.until(received(world, "d0"))
-
-
-def start(world, decode, params, *, request_id="d1", prompt=7, num_tokens=13, num_computed=0):
-    decode.arrive(request_id, prompt, num_tokens, params)
-    return decode.schedule(request_id, num_computed)
-
-
-def received(world, request_id="d1", engine_id="D"):
-    return lambda: request_id in world.outcomes[engine_id].received
-
-
-def arrives(world, decode, request_id="d1"):
-    """Wait until a request has been received, and compare its KV."""
-    world.until(received(world, request_id))
-    assert decode.holds(request_id)
 
 
 def complete(world, prefill, decode, num_tokens=12):
@@ -75,18 +57,6 @@ def complete(world, prefill, decode, num_tokens=12):
     world.round()
     assert prefill.hand_over("p1")
     arrives(world, decode)
-
-
-def failed(world, request_id="d1", engine_id="D"):
-    return lambda: request_id in world.outcomes[engine_id].failed
-
-
-def sent(world, request_id="p1", engine_id="P"):
-    return lambda: request_id in world.outcomes[engine_id].sent
-
-
-def errors(world, request_id="d1", engine_id="D"):
-    return [end.error for end in world.outcomes[engine_id].failed[request_id]]
 
 
 def test_a_full_prefix_hit_releases_the_producer_once():
@@ -137,17 +107,6 @@ def test_notices_carry_the_producers_request_id():
         assert sorted(inbox.releases()) == [(0, "r-aaaa"), (1, "r-aaaa")]
 
 
-def test_siblings_are_released_together():
-    with pair() as (world, prefill, decode):
-        params = prefill.prefill("0_p", 7, 13, sibling_group="g")
-        prefill.prefill("1_p", 7, 13, sibling_group="g")
-        prefill.prefill("2_p", 8, 13)
-        start(world, decode, params)
-        world.until(lambda: world.outcomes["P"].sent >= {"0_p", "1_p"})
-        world.quiet()
-        assert world.outcomes["P"].sent == {"0_p", "1_p"}
-
-
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_a_reader_that_comes_after_expiry_finds_out(mode):
     with pair(mode, lease_duration=0.2) as (world, prefill, decode):
@@ -195,9 +154,9 @@ def test_an_invented_lease_is_never_a_success():
         forged = {"d1": f"{slot}-{int(token, 16) - 2:x}", "d2": f"{slot}-{int(token, 16) + 2:x}"}
         forged["d3"] = f"99999999-{token}"
         for request_id, lease in forged.items():
-            decode.arrive(request_id, 7, 4, {**params, "lease": lease})
+            decode.arrive(request_id, 7, 13, {**params, "lease": lease})
             decode.schedule(request_id)
-        start(world, decode, params, request_id="d4", num_tokens=4)
+        start(world, decode, params, request_id="d4")
         world.until(received(world, "d4"))
         world.until(failed(world, "d3"))
         assert "99999999" in str(errors(world, "d3")[0])
@@ -527,7 +486,7 @@ def test_an_end_is_final_and_noise_is_harmless(mode):
 
 
 def test_a_lost_release_costs_a_lease_and_no_more():
-    with pair(lease_duration=30) as (world, prefill, decode):
+    with pair(lease_duration=30, checksums="off") as (world, prefill, decode):
         params = prefill.prefill("p1", 7, 13)
         world.before_reads("D", lambda name: world.network.drop_notifications(name, 10**6))
         start(world, decode, params)
@@ -587,22 +546,6 @@ def test_nothing_is_heard_from_the_producer_at_all():
         world.pass_time(12)
         world.until(failed(world))
         assert isinstance(errors(world)[0], TransferTimeout)
-
-
-def early_params(engine, request_id, **more):
-    """What a proxy can tell a consumer while the producer is still at the prompt."""
-    host, port = engine.scheduler.address
-    return {
-        "do_remote_prefill": True,
-        "remote_engine_id": engine.id,
-        "remote_request_id": request_id,
-        "remote_host": host,
-        "remote_port": port,
-        "tp_size": engine.parallel.tp,
-        "pp_size": engine.parallel.pp,
-        "transfer_mode": "push",
-        **more,
-    }
 
 
 def test_blocks_that_are_appended_between_steps_are_sent_too():
@@ -834,6 +777,99 @@ def test_an_address_with_a_new_tenant_fails_what_waits_for_the_old_one():
         world.until(failed(world))
 
 
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_port": 1},
+        {"remote_host": "nowhere"},
+        {"remote_engine_id": "P-of-yesterday"},
+        {"tp_size": 2},
+        {"pp_size": 3},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "unknown"])
+def test_a_bad_hand_off_harms_itself_only(mode, change, is_known):
+    sides = {"producer": {"num_blocks": 64}, "consumer": {"num_blocks": 64}}
+    with pair(mode, **sides, transfer_timeout=1000, lease_duration=1000) as (
+        world,
+        prefill,
+        decode,
+    ):
+        if is_known:
+            connect(world, prefill, decode)
+        good = [prefill.prefill(f"q{i}", i, 13) for i in range(4)]
+        world.quiet()
+        start(world, decode, {**good[0], **change}, request_id="bad", prompt=0)
+        for i in range(1, 4):
+            start(world, decode, good[i], request_id=f"d{i}", prompt=i)
+        for i in range(1, 4):
+            arrives(world, decode, f"d{i}")
+
+
+def test_a_bad_hand_off_has_fixed_bounds():
+    for change in ({"tp_size": 65536}, {"tp_size": 4096, "pp_size": 2}, {"pp_size": 4097}):
+        with pytest.raises(ConfigError, match="4096"):
+            KVTransferParams.from_dict(change)
+
+
+class Blocked:
+    """Handshakes with all engines but one hang until they are let go."""
+
+    def __init__(self, world, engine_id):
+        self._fetch, self._engine_id = world._fetch, engine_id
+        self.let_go = threading.Event()
+        world._fetch = self
+        world.has_blocked_threads = True
+
+    def __call__(self, address, *, engine_id, **options):
+        if engine_id != self._engine_id:
+            assert self.let_go.wait(DEADLINE_S)
+        return self._fetch(address, engine_id=engine_id, **options)
+
+
+def test_dead_engines_do_not_hold_up_the_living():
+    with World(transfer_timeout=1000) as world:
+        blocked = Blocked(world, "P")
+        prefill, decode = world.engine("P"), world.engine("D", num_blocks=512)
+        params = prefill.prefill("p1", 7, 13)
+        for i in range(40):
+            start(world, decode, {**params, "remote_engine_id": f"gone-{i}"}, request_id=f"x{i}")
+        start(world, decode, params)
+        world.until(received(world))
+        assert not world.outcomes["D"].failed
+        blocked.let_go.set()
+        world.until(lambda: len(world.outcomes["D"].failed) == 40)
+
+
+def test_time_in_the_queue_of_handshakes_does_not_count(monkeypatch):
+    monkeypatch.setattr(worker_module, "_NUM_HANDSHAKES", 1)
+    with World(transfer_timeout=30, lease_duration=1000) as world:
+        blocked = Blocked(world, "P")
+        prefill, decode = world.engine("P"), world.engine("D")
+        params = prefill.prefill("p1", 7, 13)
+        start(world, decode, {**params, "remote_engine_id": "gone"}, request_id="x")
+        start(world, decode, params)
+        world.pass_time(100, 10)
+        assert isinstance(errors(world, "x")[0], TransferTimeout)
+        blocked.let_go.set()
+        world.until(received(world))
+
+
+def test_an_engine_that_cannot_be_reached_is_refused_for_a_moment():
+    with pair() as (world, prefill, decode):
+        params = {**prefill.prefill("p1", 7, 13), "remote_engine_id": "gone"}
+        for i in range(3):
+            start(world, decode, params, request_id=f"x{i}")
+            world.until(failed(world, f"x{i}"))
+        assert world.num_fetches == 1
+        world.pass_time(1)
+        start(world, decode, params, request_id="x3")
+        world.until(failed(world, "x3"))
+        assert world.num_fetches == 2
+
+
 def test_consumers_that_are_silent_for_long_are_forgotten_and_may_come_back():
     with pair("push", peer_ttl=100, lease_duration=30) as (world, prefill, decode):
         connect(world, prefill, decode)
@@ -873,12 +909,14 @@ def test_shutdown_waits_for_handshakes_since_they_hold_the_agent():
 
 def test_messages_are_short_enough_whatever_they_list():
     lease = Lease(2**48 - 1, 2**62)
-    entries = [("x" * 512, lease)] * messages.MAX_ENTRIES
-    reader = ConsumerRank("e" * 512, (2**16 - 1, 2**16 - 1), ParallelSizes(2**16, 2**16, 2**16))
+    entries = [messages.Reader("x" * 512, lease, 2**62, 1024)] * messages.MAX_ENTRIES
+    reader = ConsumerRank("e" * 512, (2**16 - 1, 2**16 - 1), ParallelSizes(1, 4096, 4096))
     assert len(messages.encode(messages.Release(reader, entries))) < 1 << 20
     beat = messages.Heartbeat(entries)
     assert messages.decode(messages.encode(beat)) == beat
-    ack = messages.HeartbeatAck([(r, k, messages.LeaseStatus.ENDED) for r, k in entries])
+    ack = messages.HeartbeatAck(
+        [(e.request_id, lease, messages.LeaseStatus.ENDED) for e in entries]
+    )
     assert len(messages.encode(ack)) < 1 << 20
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import connectors
 import pytest
-from engines import MAX_TOKENS, START_S, environment, wait_for
+from engines import MAX_TOKENS, START_S, environment, make_prompts, wait_for
 from ports import free_port
 
 pytestmark = pytest.mark.timeout(900)
@@ -33,6 +33,7 @@ class Service:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **env},
+                cwd=log.parent,  # the sources are not built where they are
                 start_new_session=True,
             )
 
@@ -126,6 +127,89 @@ def test_an_answer_is_streamed_from_what_prefill_computed(services, expected, le
     assert "".join(pieces).split() == words(tokens)
     assert counted(decode, received) - before[0] == 1
     assert counted(decode, external) - before[1] == length
+
+
+def texts(lines):
+    (line,) = lines
+    return [choice["text"].split() for choice in json.loads(line)["choices"]]
+
+
+def test_prompts_of_one_request_are_answered_each_by_its_own(services, expected):
+    prefill, decode, proxy = services
+    prompts = make_prompts([300, 300, 40], 3)
+    right = [texts(ask(prefill, prompt))[0] for prompt in prompts]
+    before = counted(decode, "vllm:pynixlkv_requests_received_total")
+    (line,) = ask(proxy, prompts)
+    answer = json.loads(line)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert [choice["text"].split() for choice in answer["choices"]] == right
+    assert answer["usage"]["prompt_tokens"] == 640
+    assert answer["usage"]["completion_tokens"] == 3 * MAX_TOKENS
+    assert counted(decode, "vllm:pynixlkv_requests_received_total") - before == 3
+    assert [texts(ask(decode, prompt))[0] for prompt in prompts] == right
+
+
+def test_one_hand_off_for_two_prompts_poisons_no_cache(services):
+    """What a proxy does that passes such a request on as it is."""
+    prefill, decode, _ = services
+    prompts = make_prompts([300, 300], 4)
+    right = [texts(ask(prefill, prompt))[0] for prompt in prompts]
+    held = {"do_remote_decode": True, "do_remote_prefill": False}
+    (line,) = ask(prefill, prompts, max_tokens=1, kv_transfer_params=held)
+    params = json.loads(line)["kv_transfer_params"]
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        list(ask(decode, prompts, kv_transfer_params=params))
+    assert caught.value.code == 500
+    caught.value.close()
+    assert "the hand-off is of another prompt" in decode.log.read_text()
+    assert [texts(ask(decode, prompt))[0] for prompt in prompts] == right
+
+
+@pytest.mark.parametrize("samples", [2, 4, 8])
+def test_samples_of_one_prompt_share_its_hand_off(services, samples):
+    _, decode, proxy = services
+    before = counted(decode, "vllm:pynixlkv_requests_received_total")
+    for prompt in make_prompts([300] * 34, 10 + samples):
+        answers = texts(ask(proxy, prompt, n=samples, max_tokens=6, temperature=0.7))
+        assert [len(answer) for answer in answers] == [6] * samples
+    received = counted(decode, "vllm:pynixlkv_requests_received_total") - before
+    assert received >= 34  # later samples may find the prompt in decode's own cache
+
+
+def test_options_that_need_several_tokens_reach_decode_only(services, expected):
+    _, _, proxy = services
+    prompt, tokens = expected[40]
+    assert texts(ask(proxy, prompt, min_tokens=MAX_TOKENS)) == [words(tokens)]
+
+
+@pytest.fixture
+def lonely_proxy(tmp_path):
+    """A proxy whose servers are down."""
+    port, down = free_port(), f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, PROXY, "--prefill", down, "--decode", down]
+    service = Service(command, port, tmp_path / "proxy.log", {})
+    yield service.wait("/")
+    service.close()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("body", "status", "why"),
+    [
+        ({"prompt": "t5"}, 502, "Cannot connect"),
+        ({"prompt": ["t5", "t6"]}, 502, "Cannot connect"),
+        ({"prompt": ["t5", "t6"], "stream": True}, 400, "send a request for each"),
+        ({"prompt": ["t5"] * 1025}, 400, "at most 1024"),
+        (["t5"], 400, "not a JSON object"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_with_the_reason(lonely_proxy, body, status, why):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        list(post(f"{lonely_proxy.url}/v1/completions", body))
+    assert caught.value.code == status
+    assert why in json.load(caught.value)["error"]["message"]
+    caught.value.close()
+    assert "Traceback" not in lonely_proxy.log.read_text()
 
 
 def test_an_answer_in_one_piece(services, expected):

@@ -9,6 +9,14 @@ from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    MultiModalSharedField,
+    PlaceholderRange,
+)
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -21,6 +29,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from pynixlkv.connector.worker import Finished
 from pynixlkv.vllm import PyNixlKVConnector
+from pynixlkv.vllm.content import content_digest
 
 pytestmark = pytest.mark.ci
 
@@ -77,7 +86,7 @@ class Side:
         )
         self.scheduler.connector._side.address = ("127.0.0.1", 5600)
 
-    def add(self, request_id, length, params=None, max_tokens=1, first=3):
+    def add(self, request_id, length, params=None, max_tokens=1, first=3, **more):
         """Queue a request for a prompt whose tokens follow from its first one."""
         sampling = SamplingParams(
             max_tokens=max_tokens,
@@ -87,10 +96,11 @@ class Side:
         )
         request = Request(
             request_id,
-            [first + i for i in range(length)],
+            None if "prompt_embeds" in more else [first + i for i in range(length)],
             sampling,
             None,
             block_hasher=get_request_block_hasher(BLOCK, HASH),
+            **more,
         )
         self.scheduler.add_request(request)
         return request
@@ -146,10 +156,10 @@ class Side:
         )
 
 
-def hand_over(base, length, request_id="p-1", **extra):
+def hand_over(base, length, request_id="p-1", first=3, **extra):
     """Prefill a prompt; returns the producer, which keeps it, and its parameters."""
     producer = Side(base, PRODUCER, **extra)
-    producer.add(request_id, length, {"do_remote_decode": True})
+    producer.add(request_id, length, {"do_remote_decode": True}, first=first)
     _, outputs = producer.run()
     return producer, outputs[request_id].kv_transfer_params
 
@@ -351,6 +361,106 @@ def test_a_hand_off_of_the_other_mode_is_rejected(base, params):
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_the_kv_of_another_prompt_is_neither_loaded_nor_cached(base, params, policy, caplog):
+    decode = Side(base, CONSUMER, policy)
+    mixed_up = decode.add("d-1", 70, params, first=500)
+    message, _ = decode.step()
+    assert message.rejected.keys() == {"d-1"}
+    assert not message.connector
+    own = content_digest(mixed_up, 70)
+    assert own != params["content"]
+    assert own in caplog.text
+    assert params["content"] in caplog.text
+    _, outputs = decode.step(failed=message.rejected)
+    if policy == "fail":
+        assert outputs["d-1"].finish_reason is FinishReason.ERROR
+        message, _ = decode.step()
+        assert not message.connector  # the lease is left for its reader
+        again = decode.add("d-2", 70, first=500)
+        assert decode.scheduler.kv_cache_manager.get_computed_blocks(again)[1] == 0
+        decode.run()
+    else:
+        assert decode.run()[1]["d-1"].finish_reason is FinishReason.LENGTH
+    decode.add("d-3", 70, params)
+    message, _ = decode.step()
+    assert message.connector.reqs_to_recv.keys() == {"d-3"}
+    decode.step(received={"d-3"})
+    assert decode.run()[1]["d-3"].finish_reason is FinishReason.LENGTH
+    decode.check_that_nothing_is_left()
+
+
+def image(identifier, offset=10, **data):
+    elements = {
+        key: MultiModalFieldElem(torch.tensor(value), MultiModalSharedField(batch_size=1))
+        for key, value in data.items()
+    }
+    return MultiModalFeatureSpec(
+        MultiModalKwargsItem(elements) if data else None,
+        "image",
+        identifier,
+        PlaceholderRange(offset=offset, length=20),
+    )
+
+
+def request(first=3, **more):
+    tokens = None if "prompt_embeds" in more else [first + i for i in range(70)]
+    return Request("r", tokens, SamplingParams(), None, **more)
+
+
+UNLIKE = {
+    "plain": {},
+    "other tokens": {"first": 4},
+    "adapter": {"lora_request": LoRARequest("a", 1, "/adapters/a")},
+    "other adapter": {"lora_request": LoRARequest("a", 1, "/adapters/b")},
+    "salt": {"cache_salt": "salt"},
+    "image": {"mm_features": [image("hash")]},
+    "other image": {"mm_features": [image("other")]},
+    "image elsewhere": {"mm_features": [image("hash", 11)]},
+    "embeddings": {"prompt_embeds": torch.ones(70, 8)},
+    "other embeddings": {"prompt_embeds": torch.ones(70, 8).index_fill(0, torch.tensor(39), 2)},
+    "embeddings of another type": {"prompt_embeds": torch.ones(70, 8, dtype=torch.bfloat16)},
+}
+
+
+def test_a_digest_is_of_all_that_decides_the_kv():
+    digests = {what: content_digest(request(**more), 70) for what, more in UNLIKE.items()}
+    assert len({*digests.values()}) == len(UNLIKE)
+    assert content_digest(request(), 69) not in digests.values()
+    # An adapter has other numbers in other engines.
+    again = {"lora_request": LoRARequest("a", 2, "/adapters/a")}
+    assert content_digest(request(**again), 70) == digests["adapter"]
+
+
+def test_a_digest_of_a_prefix_ends_with_the_prefix():
+    late = [image("hash", 50)]
+    assert content_digest(request(mm_features=late), 50) == content_digest(request(), 50)
+    assert content_digest(request(mm_features=late), 51) != content_digest(request(), 51)
+    for more in UNLIKE["embeddings"], UNLIKE["other embeddings"]:
+        assert content_digest(request(**more), 39) == content_digest(
+            request(**UNLIKE["embeddings"]), 39
+        )
+
+
+def test_images_that_vllm_only_numbers_are_digested_themselves():
+    def digest(number, pixels):
+        numbered = request(mm_features=[image(number, pixels=pixels)])
+        return content_digest(numbered, 70, hash_features=True)
+
+    assert digest("0", [1, 2]) == digest("1", [1, 2]) != digest("0", [1, 3])
+
+
+def test_a_prompt_of_embeddings_is_handed_over(base):
+    embeds = {"prompt_embeds": torch.ones(70, 8)}
+    producer, decode = Side(base, PRODUCER), Side(base, CONSUMER)
+    producer.add("p-1", 70, {"do_remote_decode": True}, **embeds)
+    params = producer.run()[1]["p-1"].kv_transfer_params
+    decode.add("d-1", 70, params, **embeds)
+    assert decode.step()[0].connector.reqs_to_recv.keys() == {"d-1"}
+    decode.add("d-2", 70, params, prompt_embeds=torch.zeros(70, 8))
+    assert decode.step()[0].rejected.keys() == {"d-2"}
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_load_that_fails_ends_as_the_policy_says(base, params, policy):
     decode = Side(base, CONSUMER, policy)
     decode.add("d-1", 70, params)
@@ -403,7 +513,7 @@ def test_a_prompt_that_no_host_buffer_holds_is_computed_here(base):
 def test_requests_wait_for_host_blocks(base):
     decode = Side(base, CONSUMER, host_buffer_blocks=3)
     for name in "12":
-        _, params = hand_over(base, 70, f"p-{name}")
+        _, params = hand_over(base, 70, f"p-{name}", first=1000 * int(name))
         decode.add(f"d-{name}", 70, params, first=1000 * int(name))
     message, _ = decode.step()
     assert message.connector.reqs_to_recv.keys() == {"d-1"}
@@ -471,3 +581,66 @@ def test_layers_are_pushed_in_push_mode_only():
     extra = {"layerwise": True, "transfer_mode": "push"}
     assert PyNixlKVConnector.requires_piecewise_for_cudagraph(extra)
     assert not PyNixlKVConnector.requires_piecewise_for_cudagraph({})
+
+
+def broken(*_args, **_options):
+    raise RuntimeError("a defect")
+
+
+@pytest.mark.parametrize(
+    "place", ["on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc"]
+)
+def test_a_defect_in_a_consumer_fails_its_request_only(base, params, monkeypatch, place):
+    decode = Side(base, CONSUMER)
+    side = decode.scheduler.connector._side
+    with monkeypatch.context() as patch:
+        patch.setattr(side, place, broken)
+        decode.add("d-1", 70, params)
+        message, _ = decode.step()
+    assert message.rejected == {"d-1": "a defect"}
+    decode.add("d-2", 70, hand_over(base, 70)[1])
+    _, outputs = decode.step(failed=message.rejected)
+    assert outputs["d-1"].finish_reason is FinishReason.ERROR
+    decode.step(received={"d-2"})
+    assert decode.run()[1]["d-2"].finish_reason is FinishReason.LENGTH
+    decode.step()
+    decode.check_that_nothing_is_left()
+
+
+@pytest.mark.parametrize("place", ["_hand_over", "_cut", "save"])
+def test_a_defect_in_a_producer_fails_its_hand_off_only(base, monkeypatch, place):
+    producer = Side(base, PRODUCER, transfer_mode="push", layerwise=True)
+    side = producer.scheduler.connector._side
+    with monkeypatch.context() as patch:
+        patch.setattr(side, place, broken)
+        producer.add("p-1", 70, {"do_remote_decode": True})
+        _, outputs = producer.run()
+    assert outputs["p-1"].finish_reason is FinishReason.LENGTH
+    is_held = outputs["p-1"].kv_transfer_params is not None
+    assert is_held == (place == "save")
+    message, _ = producer.step(sent={"p-1"} if is_held else ())
+    assert ("p-1" in message.connector.reqs_not_held) != is_held
+    producer.add("p-2", 70, {"do_remote_decode": True})
+    assert producer.run()[1]["p-2"].kv_transfer_params
+    producer.step(sent={"p-2"})
+    producer.step()
+    producer.check_that_nothing_is_left()
+
+
+def test_a_step_that_a_worker_cannot_begin_fails_its_requests_only(base, params, monkeypatch):
+    decode, producer = Side(base, CONSUMER), Side(base, PRODUCER)
+    worker = worker_of(decode)
+    decode.add("d-1", 70, params)
+    producer.add("p-1", 70, {"do_remote_decode": True})
+    producer.run()
+    with monkeypatch.context() as patch:
+        patch.setattr(worker._worker, "start_load_kv", broken)
+        for side in (decode, producer):
+            worker.bind_connector_metadata(side.step()[0])
+            worker.start_load_kv(None)
+        patch.setattr(worker._worker, "get_finished", broken)
+        results = worker.get_transfer_results(set())
+    assert (results.failed_recving, results.finished_sending) == ({"d-1"}, {"p-1"})
+    worker._worker.finished.received.add("d-2")
+    results = worker.get_transfer_results(set())
+    assert (results.finished_recving, results.finished_sending) == ({"d-2"}, set())

@@ -1,0 +1,140 @@
+"""Checks of what the other side says, each of which nothing behind it would make up for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from toy_engine import Model
+from toy_pair import early_params
+from toy_world import World
+
+from pynixlkv import KVCache
+from pynixlkv.connector.metadata import Lease
+from pynixlkv.connector.scheduler import GroupSpec, cut_table
+from pynixlkv.errors import (
+    ConfigError,
+    HandshakeError,
+    IncompatibleLayoutError,
+    PeerLostError,
+    PlanError,
+    TransferError,
+)
+
+
+def fail(world, params, request_id="d1"):
+    """Let a request fail at D; return why."""
+    decode = world.engines["D"]
+    decode.arrive(request_id, 7, 13, params)
+    decode.schedule(request_id)
+    world.until(lambda: request_id in world.outcomes["D"].failed)
+    return world.outcomes["D"].failed[request_id][0].error
+
+
+@pytest.fixture
+def world():
+    with World(lease_duration=30, transfer_timeout=1000) as world:
+        world.engine("P")
+        world.engine("D")
+        yield world
+
+
+def test_a_producer_without_some_of_the_layers_is_refused():
+    with World() as world:
+        prefill = world.engine("P", Model(layers=1))
+        world.engine("D", Model(layers=2))
+        error = fail(world, prefill.prefill("p1", 7, 13))
+        assert isinstance(error, IncompatibleLayoutError)
+        assert error.differences == [("kv.layers", (0, 1), (0,))]
+
+
+@pytest.mark.parametrize("size", [2, 6, 9])
+def test_tables_of_other_blocks_than_those_of_the_cache_are_refused(world, size):
+    params = world.engines["P"].prefill("p1", 7, 13)
+    error = fail(world, {**params, "remote_block_sizes": [size]})
+    assert isinstance(error, PlanError)
+    assert f"a block of its table stands for {size} tokens" in str(error)
+
+
+@pytest.mark.parametrize("num_caches", [0, 1, 2, 3])
+def test_a_hello_that_is_not_of_a_connector_is_refused(world, num_caches):
+    prefill = world.engines["P"]
+    params = prefill.prefill("p1", 7, 13)
+    agent = prefill.ranks[0].agent
+    arrays = [np.zeros((4, 8), np.uint64) for _ in range(num_caches)]
+    caches = [KVCache.from_tensors({"x": a}, axes="BD", kv_heads=None) for a in arrays]
+    for cache in caches:
+        agent.register(cache)
+    world.book["P"] = {(0, 0): agent.hello(*caches)}
+    error = fail(world, params)
+    assert isinstance(error, HandshakeError)
+    assert f"describes {num_caches} caches" in str(error)
+
+
+def test_a_lost_peer_is_connected_anew_for_the_next_request(world):
+    prefill, decode = world.engines["P"], world.engines["D"]
+    agent = decode.ranks[0].agent
+    read = agent.read
+
+    def lose(peer, *_args, **_options):
+        raise PeerLostError("its cable was pulled", peer=peer.name)
+
+    agent.read = lose
+    assert isinstance(fail(world, prefill.prefill("p1", 7, 13)), PeerLostError)
+    agent.read = read
+    assert world.num_fetches == 1
+    decode.arrive("d2", 7, 13, prefill.prefill("p2", 7, 13))
+    decode.schedule("d2")
+    world.until(lambda: "d2" in world.outcomes["D"].received)
+    assert decode.holds("d2")
+    assert world.num_fetches == 2
+
+
+def test_a_push_of_a_request_that_never_comes_ends_with_the_time_of_a_lease():
+    with World("push", lease_duration=30, transfer_timeout=1000) as world:
+        prefill, decode = world.engine("P"), world.engine("D")
+        decode.arrive("d1", 7, 13, early_params(prefill, "never"))
+        decode.schedule("d1")
+        world.quiet()
+        # Whoever asks again still waits; only silence counts.
+        world.pass_time(60, 30)
+        assert not world.outcomes["D"].failed
+        world.network.drop_notifications("P.0.0", 10**6)
+        world.pass_time(31, 31)
+        world.until(lambda: prefill.stats.pushes == 0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "1", "1-", "-1", "1-0", "1-g", f"1-{2**62 + 1:x}", f"{10**9}-1", "1-1 ", " 1-1", "1--1"],
+)
+def test_leases_are_of_one_form(text):
+    with pytest.raises(ConfigError, match="expected <slot>-<hexadecimal token>"):
+        Lease.parse(text)
+
+
+def test_the_largest_lease_is_one():
+    lease = Lease(10**9 - 1, 2**62)
+    assert Lease.parse(str(lease)) == lease
+
+
+def test_a_lease_of_a_slot_that_is_not_there_is_refused(world):
+    params = world.engines["P"].prefill("p1", 7, 13)
+    error = fail(world, {**params, "lease": str(Lease(10**8, 1))})
+    assert isinstance(error, PlanError)
+    assert "slots" in str(error)
+
+
+def test_tokens_that_the_producer_does_not_hold_are_refused(world):
+    params = world.engines["P"].prefill("p1", 7, 13)
+    error = fail(world, {**params, "remote_starts": [4]})
+    assert isinstance(error, (PlanError, TransferError))
+    assert "table 0 from 4 on, wanted from 0" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("table", "slots"),
+    [((0, 0, 9), (9,)), ((9, 0), (9,)), ((0,), ()), ((4, 0, 9), (4, 9)), ((7,), (7,))],
+)
+def test_placeholders_in_tables_of_state_are_skipped(table, slots):
+    assert cut_table(GroupSpec(0, null_block=0), table, 0, 100) == (slots, 0)
+    assert cut_table(GroupSpec(0), table, 0, 100) == (table, 0)
