@@ -117,8 +117,9 @@ std::unique_ptr<transfer::Registered> NixlDriver::register_memory(
     for (const transfer::Span& span : spans) {
         if (span.is_read_only) {
             throw Error("RegistrationError",
-                        text(span.row.str(), " is read-only, and NIXL would let peers write to it;"
-                                             " use a UcxAgent, or a copy in writable memory"));
+                        text(span.row.str(),
+                             " is read-only, and NIXL would let peers write to it;"
+                             " use a UcxAgent, or a copy in writable memory"));
         }
         by_memory[span.memory].push_back(span.row);
     }
@@ -155,8 +156,9 @@ std::string NixlDriver::metadata() {
     return agent_->local_metadata();
 }
 
-std::unique_ptr<transfer::Connection> NixlDriver::connect(
-    const std::string& name, std::string_view metadata, std::optional<pid_t> /*process*/) {
+std::unique_ptr<transfer::Connection> NixlDriver::connect(const std::string& name,
+                                                          std::string_view metadata,
+                                                          std::optional<pid_t> /*process*/) {
     const std::string loaded = agent_->load_remote_metadata(metadata);
     auto connection = std::make_unique<NixlConnection>(agent_, loaded);
     if (loaded != name) {
