@@ -65,12 +65,6 @@ class NativeAgent:
         notification: bytes | None,
         backends: collections.abc.Sequence[Backend],
     ) -> XferRequest: ...
-    def _deregister_counted(
-        self,
-        rows: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
-        memory: pynixlkv.types.MemoryType | str,
-        backends: collections.abc.Sequence[Backend],
-    ) -> None: ...
     def _end(self, timeout: typing.SupportsFloat | typing.SupportsIndex) -> bool: ...
     def _fetch_remote_md(
         self, peer: str, ip: str, port: typing.SupportsInt | typing.SupportsIndex
@@ -151,6 +145,12 @@ class NativeAgent:
     def create_backend(
         self, plugin: str, params: collections.abc.Mapping[str, str] | None = None
     ) -> Backend: ...
+    def deregister_counted(
+        self,
+        rows: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
+        memory: pynixlkv.types.MemoryType | str,
+        backends: collections.abc.Sequence[Backend],
+    ) -> None: ...
     def deregister_mem(self, registration: Registration) -> None: ...
     def estimate_xfer_cost(self, request: XferRequest) -> TransferCost: ...
     def get_available_plugins(self) -> list[str]: ...
@@ -166,7 +166,22 @@ class NativeAgent:
     def post_xfer_req(
         self, request: XferRequest, notification: bytes | None = None
     ) -> pynixlkv.nixl._enums.XferState: ...
+    def prep_xfer_runs(
+        self,
+        peer: str,
+        runs: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
+        memory: pynixlkv.types.MemoryType | str,
+        backends: collections.abc.Sequence[Backend],
+    ) -> PreparedList: ...
     def query_xfer_backend(self, request: XferRequest) -> Backend: ...
+    def register_counted(
+        self,
+        rows: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
+        memory: pynixlkv.types.MemoryType | str,
+        metadata: collections.abc.Sequence[bytes],
+        keepalive: typing.Any,
+        backends: collections.abc.Sequence[Backend],
+    ) -> None: ...
     def release_dlist_handle(
         self, prepared: PreparedList, *, when_unused: bool = False
     ) -> None: ...
