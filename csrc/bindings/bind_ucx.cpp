@@ -38,7 +38,7 @@ using PyRequest = Shared<Request>;
 /// Call a function under the lock of a worker, without the GIL.
 template <class Body>
 auto inside(const Worker& worker, Body&& body) {
-    const py::gil_scoped_release unlocked;
+    const GilRelease unlocked;
     const auto entered = worker.enter();
     return body();
 }
@@ -48,7 +48,7 @@ class PyEndpoint : public Shared<Endpoint> {
   public:
     using Shared::Shared;
     ~PyEndpoint() {
-        const py::gil_scoped_release unlocked;
+        const GilRelease unlocked;
         ptr()->close();
     }
     [[nodiscard]] const Worker& worker() const noexcept { return *ptr()->worker(); }

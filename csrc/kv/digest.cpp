@@ -72,8 +72,7 @@ std::uint64_t key_of(Axis axis, std::uint64_t index) {
     return mix(index * kNumAxes + axis + 1);
 }
 
-/// The indices along an axis of a region that a scope wants; their digests are `apart` from
-/// another.
+/// The indices along an axis of a region that a scope wants; `apart` is from digest to digest.
 Coordinates coordinates_of(Axis axis, const Extent& extent, std::span<const std::int64_t> wanted,
                            std::size_t apart) {
     Coordinates found;
@@ -139,14 +138,16 @@ struct Part {
 };
 
 std::vector<Part> parts_of(const Group& group, const DigestScope& scope) {
-    constexpr std::array<std::int64_t, 2> kv{0, 1};
+    constexpr std::array<std::int64_t, 2> kKeysAndValues{0, 1};
     const std::size_t heads = scope.heads.size() * scope.units.size();
     std::vector<Part> parts;
+    parts.reserve(group.regions.size());
     for (const Region& region : group.regions) {
         parts.push_back(
             {&region,
              {coordinates_of(kLayer, region.axes[kLayer], scope.layers, scope.num_kv * heads),
-              coordinates_of(kKv, region.axes[kKv], std::span(kv).first(scope.num_kv), heads),
+              coordinates_of(kKv, region.axes[kKv], std::span(kKeysAndValues).first(scope.num_kv),
+                             heads),
               coordinates_of(kHead, region.axes[kHead], scope.heads, scope.units.size())},
              RowHash(region.axes[kDim], group.element_bytes)});
     }
@@ -168,7 +169,7 @@ void add_block(Part& part, std::uint64_t block, const Coordinates& slots, std::u
     std::sort(levels.begin(), levels.end(),
               [](const Level& a, const Level& b) { return a.stride > b.stride; });
     const auto& [outer, second, third, inner] = levels;
-    const auto* const base =
+    const auto* const base =  // NOLINTNEXTLINE(performance-no-int-to-ptr)
         reinterpret_cast<const std::byte*>(region.base + block * region.axes[kBlock].stride);
     for (const Coordinate& a : *outer.coordinates) {
         for (const Coordinate& b : *second.coordinates) {

@@ -89,7 +89,7 @@ void NixlDriver::make() {
     agent_.reset();  // its successor has the same name
     agent_ = std::make_shared<AgentHandle>(library_, name_, options_.agent);
     backend_ = agent_->create_backend(options_.backend, options_.backend_params);
-    memory_types_ = agent_->backend_info(*backend_).memory;
+    memory_types_ = backend_->memory();
     args_ = make_opt_args(agent_->library(), {.backends = {backend_}});
 }
 
@@ -108,6 +108,12 @@ std::unique_ptr<transfer::Registered> NixlDriver::register_memory(
     std::span<const transfer::Span> spans) {
     std::map<Memory, std::vector<Descriptor>> by_memory;
     for (const transfer::Span& span : spans) {
+        if (span.is_read_only) {
+            throw Error("RegistrationError",
+                        text(span.row.str(),
+                             " is read-only, and NIXL would let peers write to it;"
+                             " use a UcxAgent, or a copy in writable memory"));
+        }
         by_memory[span.memory].push_back(span.row);
     }
     if (by_memory.contains(Memory::kVram) && options_.agent.progress_thread) {
@@ -144,7 +150,8 @@ std::string NixlDriver::metadata() {
 }
 
 std::unique_ptr<transfer::Connection> NixlDriver::connect(const std::string& name,
-                                                          std::string_view metadata) {
+                                                          std::string_view metadata,
+                                                          std::optional<pid_t> /*process*/) {
     const std::string loaded = agent_->load_remote_metadata(metadata);
     auto connection = std::make_unique<NixlConnection>(agent_, loaded);
     if (loaded != name) {

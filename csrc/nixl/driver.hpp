@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,7 +29,8 @@ class NixlDriver final : public transfer::Driver {
         std::span<const transfer::Span> spans) override;
     std::string metadata() override;
     std::unique_ptr<transfer::Connection> connect(const std::string& name,
-                                                  std::string_view metadata) override;
+                                                  std::string_view metadata,
+                                                  std::optional<pid_t> process) override;
     void refresh(transfer::Connection& connection, std::string_view metadata) override;
     bool is_alive(transfer::Connection& connection) override;
     std::unique_ptr<transfer::NativeXfer> make(transfer::Connection& connection, transfer::Op op,

@@ -3,8 +3,11 @@
 /// Only the agent's thread calls a driver, so that no implementation needs locks.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -43,7 +46,11 @@ class NativeXfer : public Polymorphic {
 };
 
 /// The connection to one generation of one peer, as the library knows it.
-class Connection : public Polymorphic {};
+class Connection : public Polymorphic {
+  public:
+    /// Names of the transports it may use; empty if the library does not say.
+    [[nodiscard]] virtual std::vector<std::string> transports() const { return {}; }
+};
 
 /// Memory that the library has registered. Destroying it deregisters.
 class Registered : public Polymorphic {};
@@ -75,9 +82,11 @@ class Driver : public Polymorphic {
     [[nodiscard]] virtual std::string metadata() = 0;
 
     /// Load what `metadata()` of the peer gave.
+    /// @param process the peer's, if it is known to be one of this host
     /// @throws Error when the library refuses it
     [[nodiscard]] virtual std::unique_ptr<Connection> connect(const std::string& name,
-                                                              std::string_view metadata) = 0;
+                                                              std::string_view metadata,
+                                                              std::optional<pid_t> process) = 0;
     /// Load newer metadata of the same incarnation of a connected peer.
     virtual void refresh(Connection& connection, std::string_view metadata) = 0;
     /// Ask the library whether the connection stands. May cost a message.

@@ -26,7 +26,8 @@ class UcxDriver final : public transfer::Driver {
         std::span<const transfer::Span> spans) override;
     std::string metadata() override;
     std::unique_ptr<transfer::Connection> connect(const std::string& name,
-                                                  std::string_view metadata) override;
+                                                  std::string_view metadata,
+                                                  std::optional<pid_t> process) override;
     void refresh(transfer::Connection& connection, std::string_view metadata) override;
     bool is_alive(transfer::Connection& connection) override;
     using transfer::Driver::make;
@@ -44,6 +45,7 @@ class UcxDriver final : public transfer::Driver {
     const std::shared_ptr<Context> context_;
     const std::string name_;
     const capi::ErrorMode errors_;
+    const std::uint64_t token_ = new_secret();
     const std::shared_ptr<LocalRegions> regions_;
     const std::shared_ptr<AmRmaXfers> xfers_ = std::make_shared<AmRmaXfers>();
     /// From the first device memory on, until the worker, which is declared later, has gone.

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -97,6 +98,10 @@ class Worker : LiveCounted<Worker> {
     [[nodiscard]] const Library& library() const noexcept { return context_->library(); }
     [[nodiscard]] capi::Worker handle() const noexcept { return handle_; }
 
+    /// Endpoints that have failed so far.
+    [[nodiscard]] std::uint64_t num_failures() const noexcept { return num_failures_; }
+    void note_failure() noexcept { ++num_failures_; }
+
     /// The address for a peer's endpoint.
     [[nodiscard]] std::string address() const;
     /// @return number of events; 0 if there were none
@@ -137,6 +142,7 @@ class Worker : LiveCounted<Worker> {
     mutable std::recursive_mutex mutex_;
     capi::Worker handle_ = nullptr;
     int event_fd_ = -1;
+    std::uint64_t num_failures_ = 0;
     MessageHandler handler_;
 };
 

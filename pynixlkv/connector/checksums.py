@@ -83,11 +83,13 @@ class Verification:
     def _draw(self, source: RemoteRank, num_tokens: int) -> list[DigestScope]:
         config, groups = self._ctx.config, self._ctx.cache.groups
         fraction = config.checksum_fraction if config.checksums == "sampled" else 1.0
-        largest = max(g.block_tokens for g in (*groups, *source.geometry.groups))
-        # Larger units where their digests would be too many for an answer.
+        # Larger units where the digests of blocks would be too many for an answer.
         rows = sum(len(g.layers) * (1 + g.has_values) * len(g.heads) for g in groups)
-        count = rows * -(-num_tokens // largest) * max(fraction, 1 / 64)
-        factor = math.ceil(2 * count / messages.MAX_DIGESTS)
+        wanted = 2 * rows * num_tokens * max(fraction, 1 / 64) / messages.MAX_DIGESTS
+        unit = None
+        if wanted > min(g.block_tokens for g in groups):
+            largest = max(g.block_tokens for g in (*groups, *source.geometry.groups))
+            unit = largest * math.ceil(wanted / largest)
         return [
             scope
             for plan in source.plans
@@ -105,7 +107,7 @@ class Verification:
                 },
                 num_tokens=num_tokens,
                 local_start={name: self._starts[name] for name in plan.groups},
-                unit=largest * factor if factor > 1 else None,
+                unit=unit,
                 fraction=fraction,
                 seed=self._seed,
             )

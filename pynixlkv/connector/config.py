@@ -38,7 +38,7 @@ class ConnectorConfig:
     that is shorter than a block is not handed over."""
     self_test: bool = True
     """Before the first request from a producer, test that both sides mean the same by the axes of
-    their caches; see `pynixlkv.connector.self_test`. Takes up to 8 MiB of the cache's memory."""
+    their caches; see `pynixlkv.connector.self_test`. Takes up to 4 MiB of the cache's memory."""
     max_bytes: int | None = None
     """Longest descriptor, see `pynixlkv.plan.TransferPlan`."""
     checksums: Checksums = "sampled"

@@ -14,8 +14,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from pynixlkv.errors import IncompatibleLayoutError, KVCorruptError
 from pynixlkv.geometry import Axis, KVCache, _read_array
@@ -35,100 +35,68 @@ AXES = ("layer", "kv", "head", "token", "dim")
 """One pattern block for each, in this order."""
 NUM_BLOCKS = 2 * len(AXES)
 """Of a scratch cache: the pattern, and as many blocks to read it into."""
-_MAX_BYTES = 8 << 20
+_MAX_BYTES = 4 << 20
+_MAX_STEP = 4096
 _MODULUS = 251
-_ALIGNMENT = 64
 
 
-def make_scratch(cache: KVCache) -> KVCache:
-    """Return a scratch cache, with the pattern, of at most 8 MiB: if need be of some layers."""
-    groups = [(group, _shrink(group, 1)) for group in cache.geometry.groups]
+def make_scratch(cache: KVCache) -> KVCache | None:
+    """Return a scratch cache, with the pattern, of at most 4 MiB: if need be of some layers.
+
+    None if even one layer is larger.
+    """
     step = 1
-    while sum(size for _, (_, size) in groups) > _MAX_BYTES and step < 4096:
-        step *= 2  # so that the layers of two caches are some of each other's
-        groups = [(group, _shrink(group, step)) for group in cache.geometry.groups]
-    arrays, made = [], []
-    for group, (regions, size) in groups:
+    while True:
+        shrunk = [(group, *_shrink(group, step)) for group in cache.geometry.groups]
+        if step > _MAX_STEP or sum(size for _, _, size in shrunk) <= _MAX_BYTES:
+            break
+        step *= 2  # so that the layers of one cache are among those of another, or the reverse
+    arrays, groups = [], []
+    for group, regions, size in shrunk:
         if not regions:
             continue
-        host = np.zeros(size, np.uint8)
+        memory: Any = np.zeros(size, np.uint8)
         for region in regions:
-            _fill(host, group, region)
-        memory: Any = host
+            _fill(memory, group, region)
         if cache.geometry.spans[group.regions[0].span].memory is MemoryType.VRAM:
-            torch = sys.modules["torch"]
             owner: Any = cache.owner_of(group.regions[0], group.element_bytes)
-            memory = torch.from_numpy(host).to(owner.device).view(owner.dtype)
+            torch = sys.modules["torch"]
+            memory = torch.from_numpy(memory).to(owner.device).view(owner.dtype)
         array = _read_array(group.name, memory)
-        placed = [
-            msgspec.structs.replace(each, address=array.address + each.address) for each in regions
-        ]
-        made.append(msgspec.structs.replace(group, num_blocks=NUM_BLOCKS, regions=tuple(placed)))
+        placed = [replace(each, address=array.address + each.address) for each in regions]
+        groups.append(replace(group, num_blocks=NUM_BLOCKS, regions=tuple(placed)))
         arrays.append(array)
-    return KVCache(arrays, made)
+    return KVCache(arrays, groups) if groups else None
 
 
 def _shrink(group: Group, step: int) -> tuple[list[Region], int]:
-    """Return regions of few blocks, from address 0 on, for each `step`-th layer, and their size."""
+    """Return dense regions of each `step`-th layer, from address 0 on, and their size."""
     regions, size = [], 0
     for region in group.regions:
-        strides = {name: getattr(region, name).stride for name in AXES[1:]}
-        page = region.block.stride or max(strides.values()) + 1
-        inside = [name for name in AXES[1:] if strides[name] < page]
-        # What is inside a page stays; pages, and what is larger, move together.
+        axes = {name: getattr(region, name) for name in ("block", *AXES[1:])}
         extent = group.element_bytes
-        extent += sum((getattr(region, name).count - 1) * strides[name] for name in inside)
-        strides["block"] = extent = _aligned(extent)
-        extent *= NUM_BLOCKS
-        for name in sorted(set(AXES[1:]) - set(inside), key=lambda name: strides[name]):
-            strides[name] = extent
-            extent *= getattr(region, name).count
-        axes = {
-            name: msgspec.structs.replace(getattr(region, name), stride=strides[name])
-            for name in AXES[1:]
-        }
+        for name, axis in sorted(axes.items(), key=lambda item: item[1].stride):
+            count = NUM_BLOCKS if name == "block" else axis.count
+            axes[name] = Axis(axis.start, count, extent if count > 1 else 0)
+            extent *= count
         for layer in range(region.layer.start, region.layer.start + region.layer.count):
             if layer % step == 0:
-                regions.append(
-                    msgspec.structs.replace(
-                        region,
-                        address=size,
-                        layer=Axis(layer, 1, 0),
-                        block=Axis(0, NUM_BLOCKS, strides["block"]),
-                        **axes,
-                    )
-                )
+                regions.append(replace(region, address=size, layer=Axis(layer), **axes))
                 size += extent
     return regions, size
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _fill(host: NDArray[np.uint8], group: Group, region: Region) -> None:
-    axes = [region.block, *(getattr(region, name) for name in AXES[1:])]
-    view = np.ndarray(
-        [*(axis.count for axis in axes), group.element_bytes],
-        np.uint8,
-        host,
-        region.address,
-        [*(axis.stride for axis in axes), 1],
-    )
-    slots = np.arange(region.token.count)
-    turn, rest = np.divmod(slots, group.interleave)
-    indices = [
-        np.array([region.layer.start]),
-        *(
-            getattr(region, name).start + np.arange(getattr(region, name).count)
-            for name in AXES[1:]
-        ),
-    ]
-    indices[3] = (turn * group.dcp[1] + group.dcp[0]) * group.interleave + rest
-    for i, index in enumerate(indices):
-        shape = [1] * 5
-        shape[max(i - 1, 0)] = -1
-        view[i] = (index % _MODULUS).reshape(shape)
+def _fill(memory: NDArray[np.uint8], group: Group, region: Region) -> None:
+    axes = [getattr(region, name) for name in ("block", *AXES[1:])]
+    shape = [*(axis.count for axis in axes), group.element_bytes]
+    strides = [*(axis.stride for axis in axes), 1]
+    pattern = np.ndarray(shape, np.uint8, memory, region.address, strides)
+    indices = [axis.start + np.arange(axis.count) for axis in axes[1:]]
+    turns, slots = np.divmod(indices[2], group.interleave)
+    indices[2] = (turns * group.dcp[1] + group.dcp[0]) * group.interleave + slots
+    for block, index in enumerate([np.array([region.layer.start]), *indices]):
+        along = np.expand_dims(index % _MODULUS, [i for i in range(5) if i != max(block - 1, 0)])
+        pattern[block] = along
 
 
 def run(

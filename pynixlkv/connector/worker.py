@@ -49,7 +49,7 @@ _LEASE_BUFFER_WORDS = 1024
 _LONGEST_PAUSE_S = 1.0
 _NUM_HANDSHAKES = 64
 """Handshakes that run at once."""
-_NUM_DIGESTERS = 2
+_NUM_DIGESTS = 2
 """Requests whose digests are computed at once."""
 
 
@@ -153,8 +153,7 @@ class ConnectorWorker:
         self._ends: dict[str, RequestEnd] = {}
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        self._executor: ThreadPoolExecutor | None = None
-        self._digesters: ThreadPoolExecutor | None = None
+        self._executors: list[ThreadPoolExecutor] = []
         self._engines: RemoteEngines | None = None
 
     # ---- once
@@ -204,6 +203,10 @@ class ConnectorWorker:
         if scratch is not None:
             self._agent.register(scratch)
             described.append(scratch)
+        handshakes = ThreadPoolExecutor(_NUM_HANDSHAKES, "pynixlkv-handshake")
+        digests = ThreadPoolExecutor(_NUM_DIGESTS, "pynixlkv-digest")
+        self._executors = [handshakes, digests]
+        connect = partial(self._submit, handshakes)
         ctx = WorkerContext(
             agent=self._agent,
             identity=self._identity,
@@ -217,13 +220,11 @@ class ConnectorWorker:
             stats=self.stats,
             peers=Peers(self._agent),
             scratch=scratch,
-            compute=self._compute,
+            compute=partial(self._submit, digests),
         )
-        self._executor = ThreadPoolExecutor(_NUM_HANDSHAKES, "pynixlkv-handshake")
-        self._digesters = ThreadPoolExecutor(_NUM_DIGESTERS, "pynixlkv-digest")
-        self._engines = RemoteEngines(ctx, self._fetch, self._submit)
+        self._engines = RemoteEngines(ctx, self._fetch, connect)
         self._receiver = Receiver(ctx, words, self._engines)
-        self._sender = Sender(ctx, table, self._submit)
+        self._sender = Sender(ctx, table, connect)
         if self._background:
             self._thread = threading.Thread(
                 target=self._run, name="pynixlkv-connector", daemon=True
@@ -296,15 +297,7 @@ class ConnectorWorker:
         self._commands.append(command)
         self._agent.wake()
 
-    def _submit(self, function: Callable[[], _T]) -> Future[_T]:
-        assert self._executor is not None
-        return self._start(self._executor, function)
-
-    def _compute(self, function: Callable[[], _T]) -> Future[_T]:
-        assert self._digesters is not None
-        return self._start(self._digesters, function)
-
-    def _start(self, executor: ThreadPoolExecutor, function: Callable[[], _T]) -> Future[_T]:
+    def _submit(self, executor: ThreadPoolExecutor, function: Callable[[], _T]) -> Future[_T]:
         future = executor.submit(function)
         future.add_done_callback(self._on_submitted)
         return future
@@ -386,8 +379,10 @@ class ConnectorWorker:
         while not self._stopping.is_set():
             try:
                 due = self.poll()
+            except ClosedError:
+                return
             except Exception:
-                # A defect, or an agent that was closed too early. Go on for the other requests.
+                # A defect. Go on for the other requests.
                 _log.exception("the connector's thread cannot go on for a moment")
                 self.stats.count("errors")
                 due = _LONGEST_PAUSE_S
@@ -395,6 +390,8 @@ class ConnectorWorker:
                 return
             try:
                 seen = self._agent.wait_activity(seen, due)
+            except ClosedError:
+                return
             except PynixlkvError:
                 time.sleep(min(due, _LONGEST_PAUSE_S))
 
@@ -412,7 +409,7 @@ class ConnectorWorker:
         if self._engines is not None:
             self._agent.wake()
         threads = [self._thread] if self._thread is not None else []
-        for executor in filter(None, (self._executor, self._digesters)):
+        for executor in self._executors:
             executor.shutdown(wait=False, cancel_futures=True)
             # Its threads keep the agent alive, and waiting for them has no timeout of its own.
             waiting = threading.Thread(target=executor.shutdown, daemon=True)

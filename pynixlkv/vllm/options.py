@@ -52,7 +52,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         Part of a request's KV that ``"sampled"`` compares.
     self_test : bool
         Before the first request from a prefill engine, test that both sides mean the same by the
-        axes of their caches. Takes up to 8 MiB of the cache's memory.
+        axes of their caches. Takes up to 4 MiB of the cache's memory.
     engine_ttl : float
         Producers that are idle for this long are forgotten.
     max_leases : int

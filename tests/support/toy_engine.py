@@ -49,8 +49,8 @@ class ToyWorker(ConnectorWorker):
         self.unfinished: set[Future[object]] = set()
         super().__init__(*args, **options)  # type: ignore[arg-type]
 
-    def _start(self, executor: ThreadPoolExecutor, function: Callable[[], object]) -> Any:
-        future = super()._start(executor, function)
+    def _submit(self, executor: ThreadPoolExecutor, function: Callable[[], object]) -> Any:
+        future = super()._submit(executor, function)
         self.unfinished.add(future)
         future.add_done_callback(self.unfinished.discard)
         return future

@@ -8,15 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from spoiled import SpoiledVerification
 from toy_world import FakeEvent
 
 from pynixlkv import KVCache, TransferPlan
 from pynixlkv.connector import (
+    ConnectorConfig,
     ConnectorScheduler,
     ConnectorWorker,
+    EndState,
     GroupSpec,
     KVTransferParams,
     RequestInfo,
+    receiver,
 )
 from pynixlkv.connector.staging import HostBlockPool, HostStaging, TensorCopy, make_host_tensors
 from pynixlkv.errors import ConfigError, LayoutError, PlanError, PoolExhausted, StateError
@@ -318,7 +322,7 @@ def test_host_tensors_that_cannot_be():
 class Engine:
     """An engine whose device memory is staged: scheduler and worker around a `Rank`."""
 
-    def __init__(self, name, seed, network, hellos):
+    def __init__(self, name, seed, network, hellos, **config):
         self.rank = Rank(seed)
         self.agent = FakeAgent(name, network)
         self.pool = HostBlockPool([HOST_BLOCKS])
@@ -326,6 +330,7 @@ class Engine:
             self.agent,
             engine_id=name,
             background=False,
+            config=ConnectorConfig(**config),
             fetch=lambda _, *, engine_id, ranks, timeout: dict.fromkeys(ranks, hellos[engine_id]),
         )
         staging = self.rank.staging
@@ -380,6 +385,33 @@ def test_a_request_is_readable_only_when_its_copy_has_ended():
         for block, bytes_of_it in zip((1, 6, 4), expected, strict=True):
             assert np.array_equal(consumer.rank.device_block(block), bytes_of_it)
         assert producer.pool.num_free == consumer.pool.num_free == (HOST_BLOCKS,)
+    finally:
+        for engine in (consumer, producer):
+            engine.close()
+
+
+def test_wrong_bytes_are_found_in_host_blocks_and_not_copied_to_the_device(monkeypatch):
+    monkeypatch.setattr(receiver, "Verification", SpoiledVerification)
+    monkeypatch.setattr(SpoiledVerification, "count", 1)
+    network, hellos = FakeNetwork(), {}
+    producer = Engine("producer", 1, network, hellos)
+    consumer = Engine("consumer", 2, network, hellos, checksums="all")
+    try:
+        asked = RequestInfo("p", 12, KVTransferParams(do_remote_decode=True))
+        _, params = producer.scheduler.request_finished(asked, ((7, 0, 3),), 12)
+        request = RequestInfo("c", 12, KVTransferParams.from_dict(params))
+        assert consumer.scheduler.get_num_new_matched_tokens(request, 0) == (12, True)
+        consumer.scheduler.update_state_after_alloc(request, ((1, 6, 4),), 0, 12)
+        deadline = time.monotonic() + DEADLINE_S
+        failed = {}
+        while not failed:
+            assert time.monotonic() < deadline
+            producer.step()
+            producer.rank.copy.finish()
+            failed = consumer.step().failed
+        assert (failed["c"].state, failed["c"].blocks) == (EndState.CORRUPT, ((1, 6, 4),))
+        assert consumer.rank.copy.num_begun == 0
+        assert consumer.pool.num_free == (HOST_BLOCKS,)
     finally:
         for engine in (consumer, producer):
             engine.close()
