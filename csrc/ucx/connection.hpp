@@ -71,6 +71,9 @@ class UcxConnection final : public transfer::Connection {
         }
     }
 
+    [[nodiscard]] std::vector<std::string> transports() const override {
+        return endpoint->transports();
+    }
     [[nodiscard]] bool is_quiet() { return outbox_.num_waiting() == 0; }
 
     const std::string name;
