@@ -202,7 +202,8 @@ void Agent::quarantine(std::unique_ptr<XferBody> body) noexcept {
 
 // ---- calls
 
-Agent::Call::Call(const Agent& agent, const char* call, std::mutex* object) {
+Agent::Call::Call(const Agent& agent, const char* call, std::mutex* object)
+    : device_(agent.handle_->devices().enter()) {
     agent.handle_->process().require_here("a NIXL agent");
     if (agent.calls_run_alone_) {
         alone_ = std::unique_lock(agent.calls_);
@@ -217,7 +218,8 @@ Agent::Call::Call(const Agent& agent, const char* call, std::mutex* object) {
     }
 }
 
-Agent::Call::Call(const Agent& agent, std::mutex& object, std::try_to_lock_t /*unused*/) noexcept {
+Agent::Call::Call(const Agent& agent, std::mutex& object, std::try_to_lock_t /*unused*/) noexcept
+    : device_(agent.handle_->devices().enter()) {
     if (!agent.is_here() || agent.is_closed_) {
         return;
     }
