@@ -196,6 +196,40 @@ TEST_CASE("a larger registration that starts earlier covers what a smaller one d
     CHECK_EQ(agent->prepare("", Memory::kDram, beyond, {})->size(), 2U);
 }
 
+TEST_CASE("a failure of any one call leaves counted registrations whole") {
+    for (int step = 0;; ++step) {
+        const auto library = fake::library();
+        fake::state().countdown = step;
+        std::shared_ptr<Agent> agent;
+        try {
+            agent = std::make_shared<Agent>(library, "a");
+            (void)agent->create_backend("UCX", {});
+            const Rows some = Rows(kRows).first(2);
+            agent->register_counted(Memory::kDram, kRows, {}, nullptr, {});
+            agent->register_counted(Memory::kDram, some, {}, nullptr, {});
+            const auto list = agent->prepare("", Memory::kDram, some, {});
+            agent->deregister_counted(Memory::kDram, kRows, {});
+            CHECK_EQ(agent->prepare("", Memory::kDram, some, {})->size(), 2U);
+            agent->deregister_counted(Memory::kDram, some, {});
+            CHECK_EQ(error_of([&] { agent->deregister_counted(Memory::kDram, some, {}); }).kind(),
+                     "NotRegisteredError");
+            CHECK(agent->end(kNoPatience));
+        } catch (const NativeError&) {
+            CHECK(fake::state().has_failed);
+        }
+        const bool has_failed = fake::state().has_failed;
+        fake::state().countdown = -1;
+        if (agent != nullptr) {
+            CHECK(agent->end(kNoPatience));
+            agent.reset();
+        }
+        check_nothing_alive();
+        if (!has_failed) {
+            break;
+        }
+    }
+}
+
 TEST_CASE("an unknown peer is told from other failures") {
     const auto agent = make_agent();
     fake::state().unknown_peers = {"p"};
