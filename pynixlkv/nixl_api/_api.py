@@ -289,9 +289,10 @@ class nixl_agent:
         """
         ours = _OUR_PICKLE.match(serialized_descs)
         if ours and serialized_descs[-2:] == b"b.":
-            descs = _SERIALISED[ours[1].decode()].__new__(_SERIALISED[ours[1].decode()])
-            descs.__setstate__(memoryview(serialized_descs)[ours.end() : -2])
-            return descs
+            kind = _SERIALISED[ours[1].decode()]
+            known = kind.__new__(kind)
+            known.__setstate__(memoryview(serialized_descs)[ours.end() : -2])
+            return known
         descs = _DescsUnpickler(io.BytesIO(serialized_descs)).load()
         if descs is not None and descs.__class__.__name__ not in _SERIALISED:
             raise nixlBind.nixlMismatchError(f"the bytes are {descs!r}, not a descriptor list")
@@ -545,7 +546,10 @@ class _UnusableError(nixlBind.nixlInvalidParamError):
     """Something that no descriptors can be made of."""
 
 
-_SERIALISED = {"nixlXferDList": nixlBind.nixlXferDList, "nixlRegDList": nixlBind.nixlRegDList}
+_SERIALISED: dict[str, type[nixlBind.nixlXferDList | nixlBind.nixlRegDList]] = {
+    "nixlXferDList": nixlBind.nixlXferDList,
+    "nixlRegDList": nixlBind.nixlRegDList,
+}
 
 
 _PICKLED = b"\x80\x03cnixl._bindings\n"

@@ -281,10 +281,6 @@ class _FieldReader:
         self._expect(b"|")
         return self._data[start:end]
 
-    def rest(self) -> bytes:
-        """Return everything that was not read."""
-        return self._data[self.position :]
-
     def _expect(self, text: bytes) -> None:
         end = self.position + len(text)
         if self._data[self.position : end] != text:
