@@ -8,6 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+try:
+    from pynixlkv import _kernels, _native  # noqa: F401, TID251
+except ImportError as error:
+    raise ImportError(
+        f"the native modules of {__path__[0]} cannot be imported ({error}). If that is a checkout, "
+        "it hides any pynixlkv that is installed: build it with `make build`, or run Python in "
+        "another folder"
+    ) from error
+
 from pynixlkv.geometry import Geometry, KVCache
 from pynixlkv.plan import TransferPlan
 from pynixlkv.types import AgentName, MemorySpan, MemoryType, Operation, TransferState

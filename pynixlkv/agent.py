@@ -7,14 +7,17 @@ backend. `NixlAgent`, `UcxAgent` and `FakeAgent` only start it with their driver
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
+import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+import msgspec
 import numpy as np
 
 from pynixlkv._closeable import Closeable
@@ -74,7 +77,10 @@ Positions: TypeAlias = "int | Mapping[str, int]"
 Registerable: TypeAlias = "KVCache | MemorySpan | object"
 """What `Agent.register` takes: a cache, a span, a torch tensor or a numpy array."""
 
-_EXIT_TIMEOUT_S = 1.0
+_log = logging.getLogger(__name__)
+
+_EXIT_TIMEOUT_S = 0.8
+_STOP_TIMEOUT_S = 0.2
 _UINT64 = np.dtype(np.uint64)
 
 
@@ -186,16 +192,30 @@ class Agent(Closeable, ABC):
         NativeError
             If the library refuses the memory.
         """
+        from pynixlkv import _native
+
         spans = tuple(span for item in memory for span in memory_spans(item))
-        rows, kinds = _span_arrays(spans)
-        native = self._native.register_memory(rows, kinds)
+        native = self._native.register_memory(*_span_arrays(spans))
+        spans = tuple(
+            msgspec.structs.replace(span, read_only=True) if read_only else span
+            for span, read_only in zip(spans, native.read_only, strict=True)
+        )
         registration = Registration(self, native, spans, memory)
         self._registrations[id(native)] = registration
+        for span in spans:
+            if span.memory is MemoryType.VRAM and not _native.transfer.is_shareable(span.address):
+                _log.warning(
+                    "%s on GPU %d was made by functions of CUDA that keep it from other processes: "
+                    "it will be copied through host memory. For PyTorch, unset expandable_segments "
+                    "in PYTORCH_CUDA_ALLOC_CONF",
+                    f"device memory of {span.nbytes} bytes at {span.address:#x}",
+                    span.device,
+                )
         return registration
 
     def _deregister(self, native: _native.transfer.Registration) -> None:
         self._native.deregister(native)
-        del self._registrations[id(native)]
+        self._registrations.pop(id(native), None)  # a close of the agent may have been faster
 
     @property
     def registrations(self) -> tuple[Registration, ...]:
@@ -217,8 +237,7 @@ class Agent(Closeable, ABC):
             If the agent is closed.
         """
         for cache in caches:
-            rows, _ = _span_arrays(cache.spans)
-            self._native.check_registered(rows)
+            self._native.check_registered(_span_arrays(cache.spans)[0])
         return Hello(
             agent=self.name,
             incarnation=self._incarnation,
@@ -252,8 +271,9 @@ class Agent(Closeable, ABC):
         check_reserve("a connection")
         body = Hello.unseal(hello, self._secret)
         self._check_compatible(body)
-        rows, kinds = _span_arrays(body.spans)
-        native = self._native.connect(body.agent, body.incarnation, body.metadata, rows, kinds)
+        native = self._native.connect(
+            body.agent, body.incarnation, body.metadata, *_span_arrays(body.spans)
+        )
         return Peer(native, body.geometries)
 
     def _check_compatible(self, hello: Hello) -> None:
@@ -563,10 +583,15 @@ class _Keeper:
     def stop_all(self) -> None:
         if os.getpid() != self._pid:
             return
-        live = [agent._native for agent in self._live]
-        for native in live + [native for native, _ in self.quarantined]:
-            if not native.close(_EXIT_TIMEOUT_S):
-                native.stop(_EXIT_TIMEOUT_S)
+        agents = [agent._native for agent in self._live]
+        agents += [native for native, _ in self.quarantined]
+        for native in agents:
+            native.close(0.0)  # all begin to close before the first is waited for
+        deadline = time.monotonic() + _EXIT_TIMEOUT_S
+        late = [a for a in agents if not a.close(max(deadline - time.monotonic(), 0.0))]
+        for timeout in (0.0, _STOP_TIMEOUT_S):
+            for native in late:
+                native.stop(timeout / len(late))
 
 
 _keeper = _Keeper()
@@ -588,10 +613,13 @@ def check_strings(what: str, settings: Mapping[Any, Any]) -> None:
             raise ConfigError(f"{what} {key!r}: {value!r} must be a string for a string")
 
 
-def _span_arrays(spans: Iterable[MemorySpan]) -> tuple[npt.NDArray[np.uint64], list[int]]:
+def _span_arrays(
+    spans: Iterable[MemorySpan],
+) -> tuple[npt.NDArray[np.uint64], list[int], list[bool]]:
     spans = tuple(spans)
     rows = np.array([(s.address, s.nbytes, s.device) for s in spans], dtype=np.uint64)
-    return rows.reshape(-1, 3), [int(MemoryType(s.memory)) for s in spans]
+    kinds = [int(MemoryType(s.memory)) for s in spans]
+    return rows.reshape(-1, 3), kinds, [s.read_only for s in spans]
 
 
 def _check_descriptors(side: str, rows: object) -> None:

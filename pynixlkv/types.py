@@ -73,6 +73,8 @@ class MemorySpan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     memory: MemoryType
     device: Annotated[int, msgspec.Meta(ge=0)]
     """Device ordinal; 0 for host memory."""
+    read_only: bool = False
+    """Whether it is a source only: transfers read from it, and none writes to it."""
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ class ByteReader {
         next_ += count;
         return bytes_.substr(next_ - count, count);
     }
+    [[nodiscard]] std::size_t num_left() const noexcept { return bytes_.size() - next_; }
     [[nodiscard]] std::string_view rest() { return get_raw(bytes_.size() - next_); }
     /// @throws Error WireError unless everything has been read
     void require_end() const {

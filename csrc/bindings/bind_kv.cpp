@@ -81,7 +81,7 @@ Geometry geometry_of(const py::object& source) {
     for (const py::handle& group : source.attr("groups")) {
         geometry.groups.push_back(group_of(group));
     }
-    const py::gil_scoped_release release;
+    const GilRelease release;
     return checked(std::move(geometry));
 }
 
@@ -99,7 +99,7 @@ std::shared_ptr<Plan> make_plan(const Geometry& local, const Geometry& remote,
                                 std::optional<std::uint64_t> max_bytes,
                                 const std::optional<std::vector<Bounds>>& heads,
                                 const std::optional<std::vector<Bounds>>& layers) {
-    const py::gil_scoped_release release;
+    const GilRelease release;
     kv::Selection selection;
     selection.max_bytes = std::min(max_bytes.value_or(kv::kMaxNumber), kv::kMaxNumber);
     if (heads) {
@@ -126,7 +126,7 @@ std::shared_ptr<BlockTables> make_tables(const std::shared_ptr<Plan>& plan,
     for (const GroupTables& group : groups) {
         tables.push_back(table_of(group));
     }
-    const py::gil_scoped_release release;
+    const GilRelease release;
     return std::make_shared<BlockTables>(plan, tables);
 }
 
@@ -190,7 +190,7 @@ void bind_kv(py::module_ m) {
             [](const BlockTables& tables, bool remote) {
                 tables.check_written_once(remote ? kv::Side::kRemote : kv::Side::kLocal);
             },
-            py::arg("remote"), py::call_guard<py::gil_scoped_release>())
+            py::arg("remote"), py::call_guard<GilRelease>())
         .def("descriptors", &descriptors)
         .def("totals", [](const BlockTables& tables) {
             const auto expansion = without_gil([&] { return Expansion(tables); });

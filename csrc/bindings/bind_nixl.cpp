@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -28,9 +29,10 @@
 
 namespace pybind11::detail {
 
-/// A C-contiguous array, as it is: (n, 3) uint64 as descriptors, int32 as indices.
-template <class Item, class Number>
+/// A C-contiguous uint64 array, as it is: (n, 3) as descriptors, (n, 5) as runs of them.
+template <class Item>
 struct span_caster {
+    using Number = std::uint64_t;
     static constexpr auto name = make_caster<array_t<Number, array::c_style>>::name;
 
     bool load(handle source, bool /*convert*/) {
@@ -38,8 +40,8 @@ struct span_caster {
             return false;
         }
         const auto& numbers = static_cast<array_t<Number, array::c_style>&>(array_);
-        constexpr bool is_table = sizeof(Item) != sizeof(Number);
-        if (numbers.ndim() != (is_table ? 2 : 1) || (is_table && numbers.shape(1) != 3)) {
+        if (numbers.ndim() != 2 ||
+            static_cast<std::size_t>(numbers.shape(1)) * sizeof(Number) != sizeof(Item)) {
             return false;
         }
         value_ = {reinterpret_cast<const Item*>(numbers.data()),
@@ -55,9 +57,63 @@ struct span_caster {
     std::span<const Item> value_;
 };
 template <>
-struct type_caster<pynixlkv::nixl::Rows> : span_caster<pynixlkv::Descriptor, std::uint64_t> {};
+struct type_caster<pynixlkv::nixl::Rows> : span_caster<pynixlkv::Descriptor> {};
 template <>
-struct type_caster<std::span<const std::int32_t>> : span_caster<std::int32_t, std::int32_t> {};
+struct type_caster<pynixlkv::nixl::Runs> : span_caster<pynixlkv::nixl::Run> {};
+
+/// Indices: a C-contiguous int32 array as it is; lists and tuples of ints, and arrays of int64, if
+/// all fit. Anything else is refused, for Python to convert or to name what is wrong.
+template <>
+struct type_caster<std::span<const std::int32_t>> {
+    static constexpr auto name = const_name("numpy.typing.ArrayLike");
+
+    bool load(handle source, bool /*convert*/) {
+        if (PyList_Check(source.ptr()) || PyTuple_Check(source.ptr())) {
+            PyObject* const* items = PySequence_Fast_ITEMS(source.ptr());
+            return convert(static_cast<std::size_t>(PySequence_Fast_GET_SIZE(source.ptr())),
+                           [&](std::size_t i) {
+                               int overflow = 0;
+                               return PyLong_CheckExact(items[i])
+                                          ? PyLong_AsLongLongAndOverflow(items[i], &overflow)
+                                          : -1;
+                           });
+        }
+        if (array_.load(source, false)) {
+            const auto& numbers = static_cast<array_t<std::int32_t, array::c_style>&>(array_);
+            value_ = {numbers.data(), static_cast<std::size_t>(numbers.size())};
+            return numbers.ndim() == 1;
+        }
+        make_caster<array_t<std::int64_t, array::c_style>> wide;
+        if (!wide.load(source, false)) {
+            return false;
+        }
+        const auto& numbers = static_cast<array_t<std::int64_t, array::c_style>&>(wide);
+        const std::int64_t* data = numbers.data();
+        return numbers.ndim() == 1 && convert(static_cast<std::size_t>(numbers.size()),
+                                              [&](std::size_t i) { return data[i]; });
+    }
+    template <class T>
+    using cast_op_type = std::span<const std::int32_t>;
+    operator std::span<const std::int32_t>() { return value_; }
+
+  private:
+    bool convert(std::size_t size, auto get) {
+        converted_.resize(size);
+        for (std::size_t i = 0; i < size; ++i) {
+            const long long index = get(i);
+            if (index < 0 || index > std::numeric_limits<std::int32_t>::max()) {
+                return false;
+            }
+            converted_[i] = static_cast<std::int32_t>(index);
+        }
+        value_ = converted_;
+        return true;
+    }
+
+    make_caster<array_t<std::int32_t, array::c_style>> array_;
+    std::vector<std::int32_t> converted_;
+    std::span<const std::int32_t> value_;
+};
 
 /// The backends that a call may use.
 template <>
@@ -138,7 +194,7 @@ using PyRequest = Released<XferRequest>;
 using Indices = std::span<const std::int32_t>;
 using Message = std::optional<Bytes>;
 using Blobs = std::vector<Bytes>;
-using NoGil = py::call_guard<py::gil_scoped_release>;
+using NoGil = py::call_guard<GilRelease>;
 
 std::vector<std::string> strings_of(Blobs blobs) {
     std::vector<std::string> strings;
@@ -345,10 +401,8 @@ void bind_life(py::class_<PyAgent>& agent) {
             "num_quarantined", [](const PyAgent& self) { return self->num_quarantined(); },
             "Requests that were given up while running and are not quiet yet.")
         .def(
-            "_drain",
-            [](const PyAgent& self, double timeout) { return self->drain(seconds(timeout)); },
-            py::arg("timeout"), NoGil())
-        .def("_close", [](const PyAgent& self) { return self->close(Duration::zero()); }, NoGil());
+            "_end", [](const PyAgent& self, double timeout) { return self->end(seconds(timeout)); },
+            py::arg("timeout"), NoGil());
 }
 
 void bind_memory(py::class_<PyAgent>& agent) {
@@ -384,6 +438,28 @@ void bind_memory(py::class_<PyAgent>& agent) {
         .def("deregister_mem", verb_on<Registration>(&Registration::release),
              py::arg("registration"), NoGil(),
              "Deregister memory, once and not while prepared lists or requests use it.")
+        .def(
+            "register_counted",
+            [](const PyAgent& self, Rows rows, Memory memory, const Blobs& metadata,
+               const py::object& keepalive, const CallOptions& options) {
+                const auto blobs = strings_of(metadata);
+                std::shared_ptr<void> kept = keepalive.is_none() ? nullptr : keep_alive(keepalive);
+                without_gil(
+                    [&] { self->register_counted(memory, rows, blobs, std::move(kept), options); });
+            },
+            py::arg("rows"), py::arg("memory"), py::arg("metadata"), py::arg("keepalive"),
+            py::arg("backends"),
+            "Register memory that may be registered already: each row is counted, and registered "
+            "with those backends that do not know it. The agent owns the registration.")
+        .def(
+            "deregister_counted",
+            [](const PyAgent& self, Rows rows, Memory memory, const CallOptions& options) {
+                self->deregister_counted(memory, rows, options);
+            },
+            py::arg("rows"), py::arg("memory"), py::arg("backends"), NoGil(),
+            "Undo `register_counted`, for all rows or for some. Refused only while a transfer "
+            "moves "
+            "bytes of the memory; prepared lists and other requests on it become stale.")
         .def(
             "_query_mem",
             [](const PyAgent& self, Rows rows, Memory memory, const Blobs& metadata,
@@ -466,9 +542,24 @@ void bind_transfers(py::class_<PyAgent>& agent) {
                 return PyPrepared(self->prepare(peer, memory, rows, options));
             },
             py::arg("peer"), py::arg("rows"), py::arg("memory"), py::arg("backends"), NoGil())
-        .def("release_dlist_handle", verb_on<PreparedList>(&PreparedList::release),
-             py::arg("prepared"), NoGil(),
-             "Release a prepared list, once and not while requests made from it are not released.")
+        .def(
+            "prep_xfer_runs",
+            [](const PyAgent& self, const std::string& peer, Runs runs, Memory memory,
+               const CallOptions& options) {
+                return PyPrepared(
+                    self->prepare_runs(peer, memory, {runs.begin(), runs.end()}, options));
+            },
+            py::arg("peer"), py::arg("runs"), py::arg("memory"), py::arg("backends"), NoGil(),
+            "Prepare descriptors given as rows of address, length, device, step and count. They "
+            "stay as they are until a request chooses from them.")
+        .def(
+            "release_dlist_handle",
+            [](const PyAgent& self, const PyPrepared& prepared, bool when_unused) {
+                ours(self, prepared).release(when_unused);
+            },
+            py::arg("prepared"), py::kw_only(), py::arg("when_unused") = false, NoGil(),
+            "Release a prepared list, once. While requests made from it are not released it is "
+            "refused or, with `when_unused`, put off until they are.")
         .def(
             "_make_xfer_req",
             [](const PyAgent& self, Op operation, const PyPrepared& local, Indices local_indices,

@@ -18,6 +18,7 @@
 #include "nixl/driver.hpp"
 #include "nixl/library.hpp"
 #include "transfer/agent.hpp"
+#include "transfer/device_contexts.hpp"
 #include "transfer/fake_driver.hpp"
 #include "ucx/driver.hpp"
 
@@ -29,7 +30,7 @@ namespace {
 
 using namespace transfer;
 
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+using ReleaseGil = py::call_guard<GilRelease>;
 using DescriptorArray = py::array_t<std::uint64_t, py::array::c_style>;
 
 std::vector<Descriptor> copy_rows(const DescriptorArray& array) {
@@ -43,14 +44,15 @@ std::vector<Descriptor> copy_rows(const DescriptorArray& array) {
     return rows;
 }
 
-std::vector<Span> copy_spans(const DescriptorArray& rows, const std::vector<int>& memories) {
+std::vector<Span> copy_spans(const DescriptorArray& rows, const std::vector<int>& memories,
+                             const std::vector<bool>& read_only) {
     std::vector<Span> spans;
     const std::vector<Descriptor> copied = copy_rows(rows);
-    if (copied.size() != memories.size()) {
-        throw Error("ConfigError", "as many memory types as rows are needed");
+    if (copied.size() != memories.size() || copied.size() != read_only.size()) {
+        throw Error("ConfigError", "each row needs a memory type and whether it is read-only");
     }
     for (std::size_t i = 0; i < copied.size(); ++i) {
-        spans.push_back({copied[i], static_cast<Memory>(memories[i])});
+        spans.push_back({copied[i], static_cast<Memory>(memories[i]), read_only[i]});
     }
     return spans;
 }
@@ -110,7 +112,7 @@ std::shared_ptr<Transfer> submit_descriptors(Agent& agent, int op, std::shared_p
     Submission submission = make_submission(op, std::move(peer), std::move(notify), timeout);
     submission.local = copy_rows(local);
     submission.remote = copy_rows(remote);
-    const py::gil_scoped_release release;
+    const GilRelease release;
     return agent.submit(std::move(submission));
 }
 
@@ -119,7 +121,7 @@ std::shared_ptr<Transfer> submit_plan(Agent& agent, int op, std::shared_ptr<Peer
                                       std::optional<Bytes> notify, double timeout) {
     Submission submission = make_submission(op, std::move(peer), std::move(notify), timeout);
     submission.tables = tables;
-    const py::gil_scoped_release release;
+    const GilRelease release;
     return agent.submit(std::move(submission));
 }
 
@@ -127,7 +129,7 @@ std::shared_ptr<Agent> start(const std::string& name, const Bytes& incarnation,
                              const DriverFactory& factory) {
     AgentOptions options;
     options.incarnation = incarnation.value;
-    const py::gil_scoped_release release;
+    const GilRelease release;
     return std::make_shared<Agent>(name, factory, options);
 }
 
@@ -136,11 +138,19 @@ std::shared_ptr<Agent> start(const std::string& name, const Bytes& incarnation,
 void bind_transfer(py::module_ m) {
     py::classh<Registration>(m, "Registration")
         .def_property_readonly("uses", &Registration::uses)
-        .def_property_readonly("is_open", &Registration::is_open);
+        .def_property_readonly("is_open", &Registration::is_open)
+        .def_property_readonly("read_only", [](const Registration& r) {
+            std::vector<bool> read_only;
+            for (const Span& span : r.spans()) {
+                read_only.push_back(span.is_read_only);
+            }
+            return read_only;
+        });
 
     py::classh<Peer>(m, "Peer")
         .def_property_readonly("name", &Peer::name)
         .def_property_readonly("generation", &Peer::generation)
+        .def_property_readonly("transports", [](const Peer& p) { return p.transports(); })
         .def_property_readonly("state", [](const Peer& p) { return static_cast<int>(p.state()); });
 
     py::classh<Transfer>(m, "Transfer")
@@ -164,18 +174,19 @@ void bind_transfer(py::module_ m) {
         .def_property_readonly("name", &Agent::name)
         .def(
             "register_memory",
-            [](Agent& a, const DescriptorArray& rows, const std::vector<int>& memories) {
-                auto spans = copy_spans(rows, memories);
-                const py::gil_scoped_release release;
+            [](Agent& a, const DescriptorArray& rows, const std::vector<int>& memories,
+               const std::vector<bool>& read_only) {
+                auto spans = copy_spans(rows, memories, read_only);
+                const GilRelease release;
                 return a.register_memory(std::move(spans));
             },
-            py::arg("rows"), py::arg("memories"))
+            py::arg("rows"), py::arg("memories"), py::arg("read_only"))
         .def("deregister", &Agent::deregister, ReleaseGil(), py::arg("registration"))
         .def(
             "check_registered",
             [](const Agent& a, const DescriptorArray& rows) {
                 const auto copied = copy_rows(rows);
-                const py::gil_scoped_release release;
+                const GilRelease release;
                 a.check_registered(copied);
             },
             py::arg("rows"))
@@ -184,13 +195,14 @@ void bind_transfer(py::module_ m) {
         .def(
             "connect",
             [](Agent& a, const std::string& name, const Bytes& incarnation, const Bytes& metadata,
-               const DescriptorArray& rows, const std::vector<int>& memories) {
-                const auto spans = copy_spans(rows, memories);
-                const py::gil_scoped_release release;
+               const DescriptorArray& rows, const std::vector<int>& memories,
+               const std::vector<bool>& read_only) {
+                const auto spans = copy_spans(rows, memories, read_only);
+                const GilRelease release;
                 return a.connect(name, incarnation.value, metadata.value, spans);
             },
             py::arg("name"), py::arg("incarnation"), py::arg("metadata"), py::arg("rows"),
-            py::arg("memories"))
+            py::arg("memories"), py::arg("read_only"))
         .def("is_alive", &Agent::is_alive, ReleaseGil(), py::arg("peer"))
         .def("disconnect", &Agent::disconnect, ReleaseGil(), py::arg("peer"))
         .def("submit_descriptors", &submit_descriptors, py::arg("op"), py::arg("peer"),
@@ -256,6 +268,9 @@ void bind_transfer(py::module_ m) {
              "Let the next `count` operations to the agent end with a library error.")
         .def("drop_notifications", &FakeNetwork::drop_notifications, ReleaseGil(), py::arg("agent"),
              py::arg("count") = 1, "Lose the next `count` notifications to the agent.");
+
+    m.def("is_shareable", &DeviceContexts::is_shareable, ReleaseGil(), py::arg("address"),
+          "Return whether other processes can be given access to device memory.");
 
     m.def(
         "fake_agent",

@@ -38,8 +38,8 @@ using PyRequest = Shared<Request>;
 /// Call a function under the lock of a worker, without the GIL.
 template <class Body>
 auto inside(const Worker& worker, Body&& body) {
-    const py::gil_scoped_release unlocked;
-    const auto lock = worker.enter();
+    const GilRelease unlocked;
+    const auto entered = worker.enter();
     return body();
 }
 
@@ -48,7 +48,7 @@ class PyEndpoint : public Shared<Endpoint> {
   public:
     using Shared::Shared;
     ~PyEndpoint() {
-        const py::gil_scoped_release unlocked;
+        const GilRelease unlocked;
         ptr()->close();
     }
     [[nodiscard]] const Worker& worker() const noexcept { return *ptr()->worker(); }
@@ -122,8 +122,8 @@ void bind_memory(py::module_& m) {
                const py::object& keepalive) {
                 std::shared_ptr<void> kept = keep_alive(keepalive);
                 return PyMemory(without_gil([&] {
-                    return MemoryHandle::map(context.ptr(), address, length,
-                                             static_cast<capi::MemoryType>(memory),
+                    return MemoryHandle::map(context.ptr(), {address, length, 0},
+                                             static_cast<capi::MemoryType>(memory), false,
                                              std::move(kept));
                 }));
             },

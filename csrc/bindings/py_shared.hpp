@@ -8,6 +8,8 @@
 #include <string>
 #include <utility>
 
+#include "bindings/py_gil.hpp"
+
 namespace pynixlkv::bindings {
 
 /// A native owner inside a Python object. It is released without the GIL, because its destructor
@@ -19,7 +21,7 @@ class Shared {
     Shared(Shared&&) noexcept = default;
     ~Shared() {
         if (owner_) {
-            const pybind11::gil_scoped_release unlocked;
+            const GilRelease unlocked;
             owner_.reset();
         }
     }
@@ -34,7 +36,7 @@ class Shared {
 
 template <class Body>
 auto without_gil(Body&& body) {
-    const pybind11::gil_scoped_release unlocked;
+    const GilRelease unlocked;
     return body();
 }
 
@@ -81,7 +83,7 @@ class Released : public Shared<T> {
 inline std::shared_ptr<void> keep_alive(const pybind11::object& object) {
     return {object.inc_ref().ptr(), [](PyObject* reference) {
                 if (Py_IsInitialized() != 0 && !is_ending()) {
-                    const PyGILState_STATE state = PyGILState_Ensure();
+                    const auto state = take_gil([] { return PyGILState_Ensure(); });
                     Py_DECREF(reference);
                     PyGILState_Release(state);
                 }

@@ -40,7 +40,13 @@ struct python_enum_caster {
     }
 
     static handle cast(Enum source, return_value_policy /*policy*/, handle /*parent*/) {
-        return python_class()(static_cast<int>(source)).release();
+        // Calling the class takes longer than polling a transfer does.
+        PYBIND11_CONSTINIT static gil_safe_call_once_and_store<object> members;
+        return members
+            .call_once_and_store_result([] { return python_class().attr("_value2member_map_"); })
+            .get_stored()[int_(static_cast<int>(source))]
+            .template cast<object>()
+            .release();
     }
 
     template <class T>

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <chrono>
 
+#include "bindings/py_gil.hpp"
+
 namespace pynixlkv::bindings {
 
 /// Longest wait between two checks for signals such as Ctrl-C.
@@ -33,7 +35,7 @@ bool wait_in_slices(double seconds, F wait_until) {
         bool reached = false;
         const auto slice = std::min(until, std::chrono::steady_clock::now() + kSignalCheck);
         {
-            const pybind11::gil_scoped_release release;
+            const GilRelease release;
             reached = wait_until(slice);
         }
         if (reached || slice == until) {

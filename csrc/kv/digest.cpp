@@ -20,6 +20,8 @@ constexpr std::uint64_t kRoot3 = 0xbb67ae8584caa73b;
 constexpr std::uint64_t kRoot7 = 0xa54ff53a5f1d36f1;
 constexpr std::uint64_t kRoot11 = 0x510e527fade682d1;
 
+constexpr std::uint64_t kPageBytes = 4096;
+
 /// A bijection in which every bit of the input reaches every bit of the output.
 std::uint64_t mix(std::uint64_t x) {
     x = (x ^ (x >> 32)) * kRoot2;
@@ -72,8 +74,7 @@ std::uint64_t key_of(Axis axis, std::uint64_t index) {
     return mix(index * kNumAxes + axis + 1);
 }
 
-/// The indices along an axis of a region that a scope wants; their digests are `apart` from
-/// another.
+/// The indices along an axis of a region that a scope wants; `apart` is from digest to digest.
 Coordinates coordinates_of(Axis axis, const Extent& extent, std::span<const std::int64_t> wanted,
                            std::size_t apart) {
     Coordinates found;
@@ -98,6 +99,10 @@ class RowHash {
 
     std::uint64_t operator()(const std::byte* row) {
         if (gathered_.empty()) {
+            // The processor itself looks ahead only to the end of a page.
+            for (std::uint64_t line = 0; line < length_; line += 64) {
+                __builtin_prefetch(row + kPageBytes + line);
+            }
             return hash_bytes(row, length_);
         }
         // A size that the compiler knows makes a copy one instruction.
@@ -139,14 +144,16 @@ struct Part {
 };
 
 std::vector<Part> parts_of(const Group& group, const DigestScope& scope) {
-    constexpr std::array<std::int64_t, 2> kv{0, 1};
+    constexpr std::array<std::int64_t, 2> kKeysAndValues{0, 1};
     const std::size_t heads = scope.heads.size() * scope.units.size();
     std::vector<Part> parts;
+    parts.reserve(group.regions.size());
     for (const Region& region : group.regions) {
         parts.push_back(
             {&region,
              {coordinates_of(kLayer, region.axes[kLayer], scope.layers, scope.num_kv * heads),
-              coordinates_of(kKv, region.axes[kKv], std::span(kv).first(scope.num_kv), heads),
+              coordinates_of(kKv, region.axes[kKv], std::span(kKeysAndValues).first(scope.num_kv),
+                             heads),
               coordinates_of(kHead, region.axes[kHead], scope.heads, scope.units.size())},
              RowHash(region.axes[kDim], group.element_bytes)});
     }
@@ -168,7 +175,7 @@ void add_block(Part& part, std::uint64_t block, const Coordinates& slots, std::u
     std::sort(levels.begin(), levels.end(),
               [](const Level& a, const Level& b) { return a.stride > b.stride; });
     const auto& [outer, second, third, inner] = levels;
-    const auto* const base =
+    const auto* const base =  // NOLINTNEXTLINE(performance-no-int-to-ptr)
         reinterpret_cast<const std::byte*>(region.base + block * region.axes[kBlock].stride);
     for (const Coordinate& a : *outer.coordinates) {
         for (const Coordinate& b : *second.coordinates) {

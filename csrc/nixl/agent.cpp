@@ -15,6 +15,7 @@ namespace pynixlkv::nixl {
 namespace {
 
 constexpr Duration kPollInterval = std::chrono::microseconds(200);
+constexpr std::uint64_t kMaxIndex = std::numeric_limits<std::int32_t>::max();
 
 const std::string kServer =
     "the metadata server (NIXL_ETCD_ENDPOINTS or NIXL_TCPSTORE_ENDPOINT names one)";
@@ -44,6 +45,30 @@ void require_rows(Rows rows, const char* side, bool allow_zero_length) {
             throw Error("ConfigError", text(side, " descriptor ", i, " (", row.str(),
                                             ") goes beyond the end of the address space"));
         }
+    }
+}
+
+void require_runs(std::vector<Run>& runs, const char* side) {
+    std::erase_if(runs, [](const Run& run) { return run.count == 0; });
+    std::uint64_t total = 0;
+    for (const Run& run : runs) {
+        const Descriptor first = run.row;
+        require_rows({&first, 1}, side, false);
+        const std::uint64_t room =
+            std::numeric_limits<std::uint64_t>::max() - first.address - first.length;
+        if (run.stride != 0 && run.count - 1 > room / run.stride) {
+            throw Error("ConfigError", text("the ", side, " descriptors from ", first.str(), ", ",
+                                            run.count, " in steps of ", run.stride,
+                                            ", go beyond the end of the address space"));
+        }
+        total = run.count > kMaxIndex - total ? kMaxIndex + 1 : total + run.count;
+        if (total > kMaxIndex) {
+            throw Error("ConfigError", text("there are more ", side, " descriptors than ",
+                                            kMaxIndex, ", the largest index"));
+        }
+    }
+    if (runs.empty()) {
+        throw Error("ConfigError", text("the ", side, " descriptors are empty"));
     }
 }
 
@@ -92,6 +117,47 @@ bool Agent::close(Duration patience) {
     return true;
 }
 
+template <class Map>
+auto Agent::alive(const Map& made) const {
+    std::vector<std::shared_ptr<typename Map::mapped_type::element_type>> result;
+    const std::lock_guard lock(books_);
+    for (const auto& [key, weak] : made) {
+        if (auto strong = weak.lock()) {
+            result.push_back(std::move(strong));
+        }
+    }
+    return result;
+}
+
+bool Agent::end(Duration patience) {
+    if (!is_here() || is_closed_) {
+        return close(Duration::zero());
+    }
+    const auto deadline = std::chrono::steady_clock::now() + patience;
+    const auto left = [&] {
+        return std::max<Duration>(Duration::zero(), deadline - std::chrono::steady_clock::now());
+    };
+    for (const auto& request : alive(requests_)) {
+        if (!request->is_released()) {
+            request->release(left());
+        }
+    }
+    if (drain(left()) != 0) {
+        return close(Duration::zero());
+    }
+    for (const auto& list : alive(prepared_)) {
+        if (!list->is_released()) {
+            list->release();
+        }
+    }
+    for (const auto& registration : alive(registrations_)) {
+        if (!registration->is_released()) {
+            registration->release();
+        }
+    }
+    return close(Duration::zero());
+}
+
 std::size_t Agent::reap() {
     if (num_quarantined_ == 0) {
         return 0;
@@ -124,6 +190,7 @@ std::size_t Agent::drain(Duration patience) {
 
 void Agent::quarantine(std::unique_ptr<XferBody> body) noexcept {
     const std::lock_guard lock(books_);
+    running_.erase(body.get());
     try {
         quarantined_.push_back(std::move(body));
         num_quarantined_ = quarantined_.size();
@@ -135,7 +202,8 @@ void Agent::quarantine(std::unique_ptr<XferBody> body) noexcept {
 
 // ---- calls
 
-Agent::Call::Call(const Agent& agent, const char* call, std::mutex* object) {
+Agent::Call::Call(const Agent& agent, const char* call, std::mutex* object)
+    : device_(agent.handle_->devices().enter()) {
     agent.handle_->process().require_here("a NIXL agent");
     if (agent.calls_run_alone_) {
         alone_ = std::unique_lock(agent.calls_);
@@ -150,7 +218,8 @@ Agent::Call::Call(const Agent& agent, const char* call, std::mutex* object) {
     }
 }
 
-Agent::Call::Call(const Agent& agent, std::mutex& object, std::try_to_lock_t /*unused*/) noexcept {
+Agent::Call::Call(const Agent& agent, std::mutex& object, std::try_to_lock_t /*unused*/) noexcept
+    : device_(agent.handle_->devices().enter()) {
     if (!agent.is_here() || agent.is_closed_) {
         return;
     }
@@ -174,8 +243,8 @@ Owned<capi::OptArgs> Agent::checked_args(const CallOptions& options) const {
     return make_opt_args(library(), options);
 }
 
-template <class Body>
-auto Agent::addressing(const char* call, const std::string& peer, Memory memory, Rows rows,
+template <class Items, class Body>
+auto Agent::addressing(const char* call, const std::string& peer, Memory memory, const Items& items,
                        Body&& body) const {
     try {
         return body();
@@ -188,13 +257,24 @@ auto Agent::addressing(const char* call, const std::string& peer, Memory memory,
                         text(call, ": agent '", name(), "' does not know a peer '", peer,
                              "'; load its metadata (NIXL also forgets peers that disconnect)"));
         }
-        for (std::size_t i = 0; i < rows.size(); ++i) {
-            if (!handle_->check_remote_metadata(peer, memory, rows.subspan(i, 1))) {
+        std::size_t index = 0;
+        const auto require = [&](const Descriptor& row) {
+            if (!handle_->check_remote_metadata(peer, memory, {&row, 1})) {
                 throw Error("NotRegisteredError",
-                            text(call, ": remote descriptor ", i, " (", memory_name(memory), " ",
-                                 rows[i].str(), ") is not wholly inside memory that peer '", peer,
+                            text(call, ": remote descriptor ", index, " (", memory_name(memory),
+                                 " ", row.str(), ") is not wholly inside memory that peer '", peer,
                                  "' has registered, as far as the metadata that agent '", name(),
                                  "' has loaded tells"));
+            }
+            ++index;
+        };
+        for (const auto& item : items) {
+            if constexpr (std::is_same_v<Items, Rows>) {
+                require(item);
+            } else {
+                for (std::uint64_t i = 0; i < item.count; ++i) {
+                    require(item.at(i));
+                }
             }
         }
         throw;
@@ -233,7 +313,7 @@ BackendInfo Agent::backend_info(const Backend& backend) const {
         throw Error("ConfigError", text("backend ", backend.type(),
                                         " was made by another agent than '", name(), "'"));
     }
-    return handle_->backend_info(backend);
+    return handle_->backend_info(backend.native(), backend.type());
 }
 
 std::vector<std::shared_ptr<Backend>> Agent::backends() const {
@@ -249,7 +329,7 @@ void Agent::add_spans(const std::shared_ptr<Registration>& registration) {
     const Rows rows = registration->rows();
     transfer::MemoryMap& spans = spans_[memory];
     for (std::size_t i = 0; i < rows.size(); ++i) {
-        if (const auto* there = spans.find_exactly(rows[i])) {
+        if (const auto* there = spans.find_exactly(rows[i], [](const auto&) { return true; })) {
             const bool twice = there->owner == registration->id();
             spans.remove(registration->id());
             throw Error("AlreadyRegisteredError",
@@ -266,6 +346,7 @@ void Agent::remove_spans(const Registration& registration) noexcept {
     const std::lock_guard lock(books_);
     spans_[registration.memory()].remove(registration.id());
     registrations_.erase(registration.id());
+    counted_.erase(registration.id());
 }
 
 void Agent::keep_for_ever(std::shared_ptr<void> keepalive) noexcept {
@@ -278,44 +359,89 @@ void Agent::keep_for_ever(std::shared_ptr<void> keepalive) noexcept {
     }
 }
 
-std::vector<Pin> Agent::pin(Memory memory, Rows rows, const char* side) const {
+template <class Items>
+std::vector<Pin> Agent::pin(Memory memory, const Items& items, const char* side) const {
     std::vector<Pin> pins;
-    std::vector<std::shared_ptr<Registration>> released;  // goes after the lock, as pins do
+    std::vector<std::shared_ptr<Registration>> seen;  // goes after the lock, as pins do
+    std::unordered_map<const Registration*, std::size_t> places;
     const std::lock_guard lock(books_);
     const auto map = spans_.find(memory);
-    std::shared_ptr<Registration> found;
     const auto accept = [&](const transfer::MemoryMap::Entry& entry) {
-        found = registrations_.at(entry.owner).lock();
-        if (found && found->is_released()) {
-            released.push_back(std::move(found));
+        auto found = registrations_.at(entry.owner).lock();
+        const bool is_usable = found && !found->is_released();
+        if (is_usable) {
+            const auto [place, is_new] = places.try_emplace(found.get(), pins.size());
+            if (is_new) {
+                pins.push_back({Use<Registration>(found)});
+            }
+            pins[place->second].rows.push_back(entry.index);
         }
-        return found != nullptr;
+        seen.push_back(std::move(found));
+        return is_usable;
     };
     const transfer::MemoryMap::Entry* hit = nullptr;
-    for (std::size_t i = 0; i < rows.size(); ++i) {
-        const Descriptor& row = rows[i];
+    const auto covers = [&](const Descriptor& row) {
         if (hit != nullptr && hit->row.contains(row)) {
-            continue;
+            return true;
         }
         hit = map == spans_.end() ? nullptr : map->second.find(row, accept);
         if (hit == nullptr && is_storage(memory) && map != spans_.end()) {
-            hit = map->second.find_exactly({0, 0, row.device});  // the whole file
-            hit = hit != nullptr && accept(*hit) ? hit : nullptr;
+            hit = map->second.find_exactly({0, 0, row.device}, accept);  // the whole file
         }
-        if (hit == nullptr) {
+        if (hit != nullptr) {
+            // The same memory can be registered once for each of several backends.
+            (void)map->second.find_exactly(hit->row, [&](const auto& entry) {
+                return &entry != hit && accept(entry) && false;
+            });
+        }
+        return hit != nullptr;
+    };
+    std::size_t index = 0;
+    const auto require = [&](const Descriptor& row) {
+        if (!covers(row)) {
             throw Error(
                 "NotRegisteredError",
-                text(side, " descriptor ", i, " (", memory_name(memory), " ", row.str(),
+                text(side, " descriptor ", index, " (", memory_name(memory), " ", row.str(),
                      ") is not wholly inside memory that agent '", name(), "' has registered"));
         }
-        const auto same = [&](const Pin& pin) { return pin.get() == found.get(); };
-        if (std::none_of(pins.begin(), pins.end(), same)) {
-            pins.emplace_back(std::move(found));
+        ++index;
+    };
+    for (const auto& item : items) {
+        if constexpr (std::is_same_v<Items, Rows>) {
+            require(item);
+        } else if (covers(item.bounds())) {
+            index += item.count;
         } else {
-            found.reset();  // not the last reference: a pin holds one
+            for (std::uint64_t i = 0; i < item.count; ++i) {
+                require(item.at(i));
+            }
         }
     }
     return pins;
+}
+
+bool Agent::is_stale(const std::vector<Pin>& pins) const {
+    return std::any_of(pins.begin(), pins.end(), [](const Pin& pin) {
+        const auto& counts = pin.registration->counts_;
+        return !counts.empty() && std::any_of(pin.rows.begin(), pin.rows.end(),
+                                              [&](std::uint32_t row) { return counts[row] == 0; });
+    });
+}
+
+bool Agent::is_stale(const XferBody& body) const {
+    return is_stale(body.pins) ||
+           std::any_of(body.lists.begin(), body.lists.end(),
+                       [&](const auto& list) { return is_stale(list->pins_); });
+}
+
+template <class Pinned>
+void Agent::require_registered(const Pinned& pinned, const char* what) const {
+    if (has_revoked_ && is_stale(pinned)) {
+        throw Error("NotRegisteredError",
+                    text(what, " of agent '", name(),
+                         "' was made on memory that has been deregistered since; register the "
+                         "memory and make it again"));
+    }
 }
 
 std::shared_ptr<Registration> Agent::register_memory(Memory memory, Rows rows,
@@ -338,6 +464,233 @@ std::shared_ptr<Registration> Agent::register_memory(Memory memory, Rows rows,
     const std::lock_guard lock(books_);
     registration->is_released_ = false;
     return registration;
+}
+
+void Agent::register_counted(Memory memory, Rows rows, std::span<const std::string> blobs,
+                             const std::shared_ptr<void>& keepalive, const CallOptions& options) {
+    (void)checked_args(options);
+    require_rows(rows, "registered", is_storage(memory));
+    if (!blobs.empty() && blobs.size() != rows.size()) {
+        throw Error("ConfigError", text(blobs.size(), " metadata strings for ", rows.size(),
+                                        " descriptors; give one for each or none"));
+    }
+    using Backends = std::vector<std::shared_ptr<Backend>>;
+    std::map<Backends, std::shared_ptr<Registration>> fresh;
+    std::vector<std::pair<Registration*, std::uint32_t>> counted;
+    const std::lock_guard counting(counting_);
+    const Call call(*this, "register_mem");
+    Backends wanted = options.backends;
+    for (const auto& backend : wanted.empty() ? backends() : Backends()) {
+        if (std::ranges::count(backend->memory(), memory) != 0) {
+            wanted.push_back(backend);
+        }
+    }
+    const auto undo = [&] {
+        for (const auto& [registration, index] : counted) {
+            --registration->counts_[index];
+        }
+        for (const auto& [unused, registration] : fresh) {
+            spans_[memory].remove(registration->id());
+            registrations_.erase(registration->id());
+        }
+    };
+    const std::string no_blob;
+    Registration* main = nullptr;
+    const auto add_row = [&](std::size_t i) {
+        const std::string& blob = blobs.empty() ? no_blob : blobs[i];
+        transfer::MemoryMap& spans = spans_[memory];
+        if (const auto* other = is_storage(memory) ? spans.find_device(rows[i].device) : nullptr) {
+            const auto there = registrations_.at(other->owner).lock();
+            if (there && there->memory_.blob(other->index) != blob) {
+                throw Error(
+                    "AlreadyRegisteredError",
+                    text(memory_name(memory), " descriptor ", i, " (", rows[i].str(), ") is for '",
+                         blob, "', but agent '", name(), "' has registered device ", rows[i].device,
+                         " for '", there->memory_.blob(other->index),
+                         "'; give each file or object a device number of its own"));
+            }
+        }
+        Registration* last = nullptr;
+        std::uint32_t place = 0;
+        Backends covered;
+        (void)spans.find_exactly(rows[i], [&](const transfer::MemoryMap::Entry& entry) {
+            const auto there = registrations_.at(entry.owner).lock();
+            if (there && !there->counts_.empty()) {
+                covered.insert(covered.end(), there->backends_.begin(), there->backends_.end());
+                if (last == nullptr) {
+                    last = there.get();
+                    place = entry.index;
+                }
+            }
+            return false;
+        });
+        Registration* registration = last == nullptr ? main : nullptr;
+        if (registration == nullptr) {
+            Backends missing = wanted;
+            std::erase_if(missing, [&](const auto& backend) {
+                return std::ranges::count(covered, backend) != 0;
+            });
+            if (last != nullptr && missing.empty()) {
+                ++last->counts_[place];
+                counted.emplace_back(last, place);
+                return;
+            }
+            auto& made = fresh[missing];
+            if (made == nullptr) {
+                made = std::make_shared<Registration>(
+                    shared_from_this(),
+                    RegisteredMemory(handle_, memory, {}, {},
+                                     {.backends = covered.empty() ? options.backends : missing}),
+                    keepalive);
+                made->backends_ = missing;
+                registrations_[made->id()] = made;
+            }
+            registration = made.get();
+            main = covered.empty() ? registration : main;
+        }
+        spans.add_overlapping(registration->id(), {rows[i], memory});
+        registration->memory_.append(rows[i], blobs.empty() ? nullptr : &blob);
+        registration->counts_.push_back(1);
+        ++registration->num_left_;
+    };
+    {
+        const std::lock_guard lock(books_);
+        try {
+            for (std::size_t i = 0; i < rows.size(); ++i) {
+                add_row(i);
+            }
+        } catch (...) {
+            undo();
+            throw;
+        }
+    }
+    std::vector<std::shared_ptr<Registration>> added;
+    try {
+        for (const auto& [unused, registration] : fresh) {
+            registration->memory_.add();
+            added.push_back(registration);
+        }
+    } catch (...) {
+        for (const auto& registration : added) {
+            registration->memory_.remove();
+        }
+        const std::lock_guard lock(books_);
+        undo();
+        throw;
+    }
+    const std::lock_guard lock(books_);
+    for (const auto& registration : added) {
+        registration->is_released_ = false;
+        counted_[registration->id()] = registration;
+    }
+}
+
+bool Agent::is_stale_running() const {
+    return std::any_of(running_.begin(), running_.end(),
+                       [&](const auto& entry) { return is_stale(*entry.first); }) ||
+           std::any_of(quarantined_.begin(), quarantined_.end(),
+                       [&](const auto& body) { return is_stale(*body); });
+}
+
+void Agent::deregister_counted(Memory memory, Rows rows, const CallOptions& options) {
+    (void)checked_args(options);
+    reap();
+    std::vector<std::shared_ptr<XferRequest>> running;  // goes after the locks, as `gone` does
+    std::unordered_map<Registration*, std::vector<std::uint32_t>> gone;
+    std::vector<std::pair<Registration*, std::uint32_t>> counted;
+    std::vector<std::shared_ptr<Registration>> kept;
+    const std::lock_guard counting(counting_);
+    const Call call(*this, "deregister_mem");
+    const auto undo = [&] {
+        for (const auto& [registration, index] : counted) {
+            registration->num_left_ += ++registration->counts_[index] == 1 ? 1U : 0U;
+        }
+    };
+    {
+        const std::lock_guard lock(books_);
+        for (std::size_t i = 0; i < rows.size(); ++i) {
+            const auto* entry =
+                spans_[memory].find_exactly(rows[i], [&](const transfer::MemoryMap::Entry& found) {
+                    const auto there = counted_.find(found.owner);
+                    return there != counted_.end() && there->second->counts_[found.index] != 0;
+                });
+            if (entry == nullptr) {
+                undo();
+                throw Error("NotRegisteredError",
+                            text("descriptor ", i, " (", memory_name(memory), " ", rows[i].str(),
+                                 ") is not registered with agent '", name(),
+                                 "'; deregister exactly what was registered, and once"));
+            }
+            Registration* registration = counted_.at(entry->owner).get();
+            counted.emplace_back(registration, entry->index);
+            if (--registration->counts_[entry->index] == 0) {
+                --registration->num_left_;
+                gone[registration].push_back(entry->index);
+            }
+        }
+        if (gone.empty()) {
+            return;
+        }
+        has_revoked_ = true;
+        for (const auto& [body, request] : running_) {
+            const auto found = requests_.find(request);
+            if (found != requests_.end() && is_stale(*body)) {
+                running.push_back(found->second.lock());
+            }
+        }
+    }
+    for (const auto& request : running) {
+        if (request) {
+            request->settle();
+        }
+    }
+    {
+        const std::lock_guard lock(books_);
+        if (is_stale_running()) {
+            undo();
+            throw Error("RegistrationInUseError",
+                        text("deregister_mem: a transfer of agent '", name(),
+                             "' still moves bytes of this memory, and NIXL cannot stop it; wait "
+                             "until it has ended, or keep the memory"));
+        }
+        for (const auto& [registration, unused] : gone) {
+            kept.push_back(counted_.at(registration->id()));
+        }
+    }
+    std::exception_ptr failure;
+    for (auto& [registration, indices] : gone) {
+        try {
+            remove_rows(*registration, indices);
+        } catch (const NativeError&) {
+            failure = std::current_exception();  // what follows is deregistered all the same
+        }
+    }
+    if (failure) {
+        std::rethrow_exception(failure);
+    }
+}
+
+void Agent::remove_rows(Registration& registration, std::span<const std::uint32_t> indices) {
+    try {
+        registration.memory_.remove(indices);
+    } catch (...) {
+        const std::lock_guard lock(books_);
+        for (const std::uint32_t index : indices) {
+            registration.counts_[index] = 1;
+        }
+        registration.num_left_ += indices.size();
+        throw;
+    }
+    if (registration.num_left_ == 0) {
+        registration.memory_.forget();
+        registration.is_released_ = true;
+        remove_spans(registration);
+        return;
+    }
+    const std::lock_guard lock(books_);
+    for (const std::uint32_t index : indices) {
+        spans_[registration.memory()].remove(registration.id(), index);
+    }
 }
 
 std::vector<std::optional<ParamMap>> Agent::query_memory(Memory memory, Rows rows,
@@ -390,7 +743,7 @@ void Agent::invalidate_remote_metadata(const std::string& peer) {
         const std::lock_guard lock(books_);
         ++generations_[peer];
     }
-    addressing("invalidate_remote_md", peer, Memory::kDram, {},
+    addressing("invalidate_remote_md", peer, Memory::kDram, Rows(),
                [&] { handle_->invalidate_remote_metadata(peer); });
 }
 
@@ -448,7 +801,7 @@ void Agent::invalidate_local_metadata(const ListenerAddress& address) {
 void Agent::make_connection(const std::string& peer, const CallOptions& options) {
     const Owned<capi::OptArgs> args = checked_args(options);
     const Call call(*this, "agent_make_connection");
-    addressing("agent_make_connection", peer, Memory::kDram, {}, [&] {
+    addressing("agent_make_connection", peer, Memory::kDram, Rows(), [&] {
         handle_->check(fn().agent_make_connection(handle_->native(), peer.c_str(), args.get()),
                        "agent_make_connection", peer);
     });
@@ -458,23 +811,52 @@ void Agent::make_connection(const std::string& peer, const CallOptions& options)
 
 std::shared_ptr<PreparedList> Agent::prepare(const std::string& peer, Memory memory, Rows rows,
                                              const CallOptions& options) {
+    require_rows(rows, peer.empty() ? "local" : "remote", false);
+    return prepare_runs(peer, memory, runs_of(rows), options);
+}
+
+std::shared_ptr<PreparedList> Agent::prepare_runs(const std::string& peer, Memory memory,
+                                                  std::vector<Run> runs,
+                                                  const CallOptions& options) {
     const Owned<capi::OptArgs> args = checked_args(options);
-    const bool is_local = peer.empty();
-    const char* side = is_local ? "local" : "remote";
-    require_rows(rows, side, false);
-    auto prepared = std::make_shared<PreparedList>(shared_from_this(), peer, memory, rows,
-                                                   is_local ? 0 : generation(peer));
-    if (is_local || peer == name()) {
-        prepared->pins_ = pin(memory, rows, side);
+    require_runs(runs, peer.empty() ? "local" : "remote");
+    const auto prepared = std::make_shared<PreparedList>(
+        shared_from_this(), peer, memory, std::move(runs), peer.empty() ? 0 : generation(peer));
+    const Runs whole(prepared->runs_);
+    const bool is_ours = peer.empty() || peer == name();
+    if (is_ours) {
+        prepared->pins_ = pin(memory, whole, prepared->side());
     }
-    const Owned<capi::XferList> list = make_xfer_list(library(), memory, rows);
     const Call call(*this, "prep_xfer_dlist");
-    const auto prep = [&] { return handle_->prepare(peer, list.get(), args.get()); };
-    prepared->handle_ = PreparedHandle(
-        is_local ? prep() : addressing("prep_xfer_dlist", peer, memory, rows, prep), {handle_});
+    bool can_wait = args.get() == nullptr && whole.size() * 8 < prepared->size();
+    if (can_wait && !is_ours) {
+        std::vector<Descriptor> bounds(whole.size());
+        std::ranges::transform(whole, bounds.begin(), [](const Run& run) { return run.bounds(); });
+        can_wait = handle_->check_remote_metadata(peer, memory, bounds);
+    }
+    if (!can_wait) {
+        prepare_native(*prepared, args.get());
+    }
+    const std::lock_guard lock(books_);
+    require_registered(prepared->pins_, "the list");
+    prepared_.emplace(prepared.get(), prepared);
     prepared->is_released_ = false;
     ++num_prepared_;
     return prepared;
+}
+
+void Agent::prepare_native(PreparedList& list, capi::OptArgs args) {
+    const std::lock_guard lock(list.preparing_);
+    if (list.handle_) {
+        return;
+    }
+    const Runs runs(list.runs_);
+    const Owned<capi::XferList> native = make_xfer_list(library(), list.memory_, runs);
+    const auto prep = [&] { return handle_->prepare(list.peer_, native.get(), args); };
+    list.handle_ = PreparedHandle(
+        list.peer_.empty() ? prep()
+                           : addressing("prep_xfer_dlist", list.peer_, list.memory_, runs, prep),
+        {handle_});
 }
 
 std::shared_ptr<XferRequest> Agent::make_request(Op op, const std::shared_ptr<PreparedList>& local,
@@ -531,7 +913,14 @@ std::shared_ptr<XferRequest> Agent::make_request(Op op, const std::shared_ptr<Pr
                                                  count, num_bytes, std::move(body));
     const Call call(*this, "make_xfer_req");
     require_fresh(peer, remote->generation_, "the remote list");
-    request->body_->native.set(addressing("make_xfer_req", peer, remote->memory_, {}, [&] {
+    prepare_native(*local, nullptr);
+    prepare_native(*remote, nullptr);
+    {
+        const std::lock_guard lock(books_);
+        require_registered(*request->body_, "the list");
+        requests_.emplace(request.get(), request);
+    }
+    request->body_->native.set(addressing("make_xfer_req", peer, remote->memory_, Rows(), [&] {
         return handle_->make_xfer(op, local->handle_.get(), local_indices, remote->handle_.get(),
                                   remote_indices, peer, args.get());
     }));
@@ -571,6 +960,11 @@ std::shared_ptr<XferRequest> Agent::create_request(Op op, Memory local_memory, R
     const Owned<capi::XferList> local_list = make_xfer_list(library(), local_memory, local);
     const Owned<capi::XferList> remote_list = make_xfer_list(library(), remote_memory, remote);
     const Call call(*this, "create_xfer_req");
+    {
+        const std::lock_guard lock(books_);
+        require_registered(*request->body_, "the request");
+        requests_.emplace(request.get(), request);
+    }
     request->body_->native.set(addressing("create_xfer_req", peer, remote_memory, remote, [&] {
         return handle_->create_xfer(op, local_list.get(), remote_list.get(), peer, args.get());
     }));
@@ -582,7 +976,7 @@ std::shared_ptr<XferRequest> Agent::create_request(Op op, Memory local_memory, R
 void Agent::notify(const std::string& peer, std::string_view message, const CallOptions& options) {
     const Owned<capi::OptArgs> args = checked_args(options);
     const Call call(*this, "gen_notif");
-    addressing("gen_notif", peer, Memory::kDram, {},
+    addressing("gen_notif", peer, Memory::kDram, Rows(),
                [&] { handle_->notify(peer, message, args.get()); });
 }
 

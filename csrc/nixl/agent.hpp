@@ -23,9 +23,7 @@ class PreparedList;
 class Registration;
 class XferRequest;
 struct XferBody;
-template <class T>
-class Use;
-using Pin = Use<Registration>;
+struct Pin;
 
 /// A native agent with checks and locks. Registrations, prepared lists and requests hold it, so it
 /// is destroyed after them.
@@ -65,6 +63,13 @@ class Agent : public std::enable_shared_from_this<Agent>, LiveCounted<Agent> {
                                                                 std::span<const std::string> blobs,
                                                                 std::shared_ptr<void> keepalive,
                                                                 const CallOptions& options);
+    /// Register memory that may be registered already: each row is counted, and registered with
+    /// those backends that do not know it. The agent owns the registrations.
+    void register_counted(Memory memory, Rows rows, std::span<const std::string> blobs,
+                          const std::shared_ptr<void>& keepalive, const CallOptions& options);
+    /// Undo `register_counted`, for any part of the rows. Refused only while a transfer moves bytes
+    /// of memory that would go; otherwise lists and requests on such memory become stale.
+    void deregister_counted(Memory memory, Rows rows, const CallOptions& options);
     /// Ask the one backend of the options about files or objects.
     [[nodiscard]] std::vector<std::optional<ParamMap>> query_memory(
         Memory memory, Rows rows, std::span<const std::string> blobs, const CallOptions& options);
@@ -87,6 +92,9 @@ class Agent : public std::enable_shared_from_this<Agent>, LiveCounted<Agent> {
     /// @param peer the agent whose memory it is; empty for this agent's own side
     [[nodiscard]] std::shared_ptr<PreparedList> prepare(const std::string& peer, Memory memory,
                                                         Rows rows, const CallOptions& options);
+    [[nodiscard]] std::shared_ptr<PreparedList> prepare_runs(const std::string& peer, Memory memory,
+                                                             std::vector<Run> runs,
+                                                             const CallOptions& options);
     /// Reads options.backends, notification, skip_merge.
     [[nodiscard]] std::shared_ptr<XferRequest> make_request(
         Op op, const std::shared_ptr<PreparedList>& local,
@@ -110,6 +118,9 @@ class Agent : public std::enable_shared_from_this<Agent>, LiveCounted<Agent> {
     /// only forgets the agent.
     /// @return false if requests were still running, so that the native agent was abandoned
     bool close(Duration patience);
+    /// Release everything that the agent made, and close it.
+    /// @return as `close`
+    bool end(Duration patience);
 
   private:
     friend class PreparedList;
@@ -131,6 +142,7 @@ class Agent : public std::enable_shared_from_this<Agent>, LiveCounted<Agent> {
         }
 
       private:
+        transfer::DeviceContexts::Scope device_;
         std::unique_lock<std::shared_mutex> alone_;
         std::shared_lock<std::shared_mutex> shared_;
         std::unique_lock<std::mutex> object_;
@@ -140,17 +152,33 @@ class Agent : public std::enable_shared_from_this<Agent>, LiveCounted<Agent> {
     [[nodiscard]] const capi::Functions& fn() const noexcept { return handle_->fn(); }
     [[nodiscard]] Owned<capi::OptArgs> checked_args(const CallOptions& options) const;
     /// Pin the registrations that cover the rows.
-    [[nodiscard]] std::vector<Pin> pin(Memory memory, Rows rows, const char* side) const;
+    template <class Items>
+    [[nodiscard]] std::vector<Pin> pin(Memory memory, const Items& items, const char* side) const;
+    /// Whether pinned memory has been deregistered. Needs `books_`.
+    [[nodiscard]] bool is_stale(const std::vector<Pin>& pins) const;
+    [[nodiscard]] bool is_stale(const XferBody& body) const;
+    /// @throws Error("NotRegisteredError") a stale list or request; needs `books_`
+    template <class Pinned>
+    void require_registered(const Pinned& pinned, const char* what) const;
+    /// Whether a transfer may move bytes of deregistered memory. Needs `books_`.
+    [[nodiscard]] bool is_stale_running() const;
+    /// Let NIXL prepare a list, unless it has. Needs `Call`.
+    void prepare_native(PreparedList& list, capi::OptArgs args);
     /// How often the peer was invalidated; a list or request made before the last time is stale.
     [[nodiscard]] std::uint64_t generation(const std::string& peer) const;
     void require_fresh(const std::string& peer, std::uint64_t generation, const char* what) const;
     /// Run a native call that addresses a peer. If it fails, say why as far as NIXL knows.
-    template <class Body>
-    auto addressing(const char* call, const std::string& peer, Memory memory, Rows rows,
+    template <class Items, class Body>
+    auto addressing(const char* call, const std::string& peer, Memory memory, const Items& items,
                     Body&& body) const;
 
+    /// What is still alive of what the agent made.
+    template <class Map>
+    [[nodiscard]] auto alive(const Map& made) const;
     void add_spans(const std::shared_ptr<Registration>& registration);
     void remove_spans(const Registration& registration) noexcept;
+    /// Deregister rows whose count has become 0. Needs `Call`.
+    void remove_rows(Registration& registration, std::span<const std::uint32_t> indices);
     void quarantine(std::unique_ptr<XferBody> body) noexcept;
     void keep_for_ever(std::shared_ptr<void> keepalive) noexcept;
 
@@ -159,12 +187,17 @@ class Agent : public std::enable_shared_from_this<Agent>, LiveCounted<Agent> {
     std::atomic<bool> is_closed_{false};
     mutable std::shared_mutex calls_;  ///< see Call
     std::mutex notifications_mutex_;
+    std::mutex counting_;  ///< held by what changes counted registrations; taken before `calls_`
 
     /// Guards what follows; taken after `calls_`.
     mutable std::mutex books_;
     std::vector<std::shared_ptr<Backend>> backends_;
     std::map<Memory, transfer::MemoryMap> spans_;
     std::unordered_map<std::uint64_t, std::weak_ptr<Registration>> registrations_;
+    std::unordered_map<std::uint64_t, std::shared_ptr<Registration>> counted_;
+    std::unordered_map<const void*, std::weak_ptr<PreparedList>> prepared_;
+    std::unordered_map<const void*, std::weak_ptr<XferRequest>> requests_;
+    std::unordered_map<const XferBody*, const void*> running_;  ///< with their requests
     std::unordered_map<std::string, std::uint64_t> generations_;
     std::vector<std::unique_ptr<XferBody>> quarantined_;
     /// Buffers whose deregistration failed in a destructor: NIXL may still use them.
@@ -173,6 +206,7 @@ class Agent : public std::enable_shared_from_this<Agent>, LiveCounted<Agent> {
     std::atomic<std::size_t> num_quarantined_{0};
     std::atomic<std::size_t> num_prepared_{0};
     std::atomic<std::size_t> num_requests_{0};
+    bool has_revoked_ = false;  ///< counted memory was deregistered at some time
 };
 
 }  // namespace pynixlkv::nixl

@@ -1,5 +1,7 @@
 #include "nixl/agent_handle.hpp"
 
+#include <tuple>
+
 #include "base/error.hpp"
 #include "base/keep.hpp"
 
@@ -67,6 +69,7 @@ AgentHandle::AgentHandle(std::shared_ptr<const Library> library, std::string nam
 
 AgentHandle::~AgentHandle() {
     if (is_usable()) {
+        const auto inside = devices_.enter();
         notifications_.reset();
         fn().destroy_agent(handle_);
     } else {
@@ -110,15 +113,15 @@ std::shared_ptr<Backend> AgentHandle::create_backend(const std::string& type,
         [&](capi::Backend* out) {
             return fn().create_backend(handle_, type.c_str(), native.get(), out);
         });
-    return std::make_shared<Backend>(weak_from_this(), type, std::move(handle));
+    auto memory = backend_info(handle.get(), type).memory;
+    return std::make_shared<Backend>(weak_from_this(), type, std::move(memory), std::move(handle));
 }
 
-BackendInfo AgentHandle::backend_info(const Backend& backend) const {
+BackendInfo AgentHandle::backend_info(capi::Backend backend, const std::string& type) const {
     return read_info(
-        *library_, "get_backend_params",
-        [&] { return text(about(), ", backend ", backend.type()); },
+        *library_, "get_backend_params", [&] { return text(about(), ", backend ", type); },
         [&](capi::MemList* mems, capi::Params* params) {
-            return fn().get_backend_params(handle_, backend.native(), mems, params);
+            return fn().get_backend_params(handle_, backend, mems, params);
         });
 }
 
@@ -262,11 +265,24 @@ RegisteredMemory::RegisteredMemory(std::shared_ptr<AgentHandle> agent, Memory me
     : agent_(std::move(agent)),
       memory_(memory),
       rows_(rows.begin(), rows.end()),
-      list_(make_reg_list(agent_->library(), memory, rows, blobs)),
+      blobs_(blobs.begin(), blobs.end()),
       args_(make_opt_args(agent_->library(), options)) {}
+
+void RegisteredMemory::append(const Descriptor& row, const std::string* blob) {
+    rows_.push_back(row);
+    if (blob != nullptr) {
+        blobs_.push_back(*blob);
+    }
+}
+
+const std::string& RegisteredMemory::blob(std::size_t index) const noexcept {
+    static const std::string none;
+    return blobs_.empty() ? none : blobs_[index];
+}
 
 RegisteredMemory::~RegisteredMemory() {
     if (is_registered_ && agent_ && agent_->is_usable()) {
+        const auto inside = agent_->devices().enter(device_);
         (void)agent_->fn().deregister_mem(agent_->native(), list_.get(), args_.get());
     }
 }
@@ -276,7 +292,12 @@ std::string RegisteredMemory::str() const {
                 rows_.size() > 1 ? text(" and ", rows_.size() - 1, " more") : std::string());
 }
 
-void RegisteredMemory::add() {
+void RegisteredMemory::add(bool are_devices_known) {
+    transfer::DeviceContexts::Scope inside;
+    for (const Descriptor& row : memory_ == Memory::kVram ? rows() : Rows()) {
+        std::tie(device_, inside) = agent_->devices().enter_for(row, are_devices_known);
+    }
+    list_ = make_reg_list(agent_->library(), memory_, rows_, blobs_);
     agent_->library().check(agent_->fn().register_mem(agent_->native(), list_.get(), args_.get()),
                             "register_mem", [&] {
                                 return text(agent_->about(), ", ", str(),
@@ -286,9 +307,29 @@ void RegisteredMemory::add() {
 }
 
 void RegisteredMemory::remove() {
+    const auto inside = agent_->devices().enter(device_);
     agent_->library().check(agent_->fn().deregister_mem(agent_->native(), list_.get(), args_.get()),
                             "deregister_mem", [&] { return text(agent_->about(), ", ", str()); });
     is_registered_ = false;
+}
+
+void RegisteredMemory::remove(std::span<const std::uint32_t> indices) {
+    if (indices.size() == rows_.size()) {
+        remove();
+        return;
+    }
+    std::vector<Descriptor> rows;
+    std::vector<std::string> blobs;
+    for (const std::uint32_t index : indices) {
+        rows.push_back(rows_[index]);
+        if (!blobs_.empty()) {
+            blobs.push_back(blobs_[index]);
+        }
+    }
+    const Owned<capi::RegList> list = make_reg_list(agent_->library(), memory_, rows, blobs);
+    agent_->library().check(
+        agent_->fn().deregister_mem(agent_->native(), list.get(), args_.get()), "deregister_mem",
+        [&] { return text(agent_->about(), ", ", rows.size(), " rows of ", str()); });
 }
 
 // ---- handles of transfers

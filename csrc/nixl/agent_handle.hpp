@@ -14,6 +14,7 @@
 #include "base/process.hpp"
 #include "nixl/handles.hpp"
 #include "nixl/types.hpp"
+#include "transfer/device_contexts.hpp"
 
 namespace pynixlkv::nixl {
 
@@ -24,11 +25,17 @@ class Backend : LiveCounted<Backend> {
   public:
     static constexpr const char* kLiveName = "nixl.Backend";
 
-    Backend(std::weak_ptr<const AgentHandle> agent, std::string type, Owned<capi::Backend> handle)
-        : agent_(std::move(agent)), type_(std::move(type)), handle_(std::move(handle)) {}
+    Backend(std::weak_ptr<const AgentHandle> agent, std::string type, std::vector<Memory> memory,
+            Owned<capi::Backend> handle)
+        : agent_(std::move(agent)),
+          type_(std::move(type)),
+          memory_(std::move(memory)),
+          handle_(std::move(handle)) {}
 
     /// Name of the plugin, empty where NIXL does not tell which one it chose.
     [[nodiscard]] const std::string& type() const noexcept { return type_; }
+    /// Kinds of memory that it can transfer.
+    [[nodiscard]] const std::vector<Memory>& memory() const noexcept { return memory_; }
     [[nodiscard]] bool is_of(const AgentHandle& agent) const noexcept {
         return agent_.lock().get() == &agent;
     }
@@ -37,6 +44,7 @@ class Backend : LiveCounted<Backend> {
   private:
     std::weak_ptr<const AgentHandle> agent_;
     std::string type_;
+    std::vector<Memory> memory_;
     Owned<capi::Backend> handle_;
 };
 
@@ -54,6 +62,7 @@ class AgentHandle : public std::enable_shared_from_this<AgentHandle>, LiveCounte
     [[nodiscard]] const capi::Functions& fn() const noexcept { return library_->fn(); }
     [[nodiscard]] const ProcessMark& process() const noexcept { return process_; }
     [[nodiscard]] capi::Agent native() const noexcept { return handle_; }
+    [[nodiscard]] transfer::DeviceContexts& devices() noexcept { return devices_; }
     /// Whether NIXL may be called: in the process that made the agent, before its end.
     [[nodiscard]] bool is_usable() const noexcept {
         return handle_ != nullptr && !is_abandoned_ && process_.is_here();
@@ -75,7 +84,7 @@ class AgentHandle : public std::enable_shared_from_this<AgentHandle>, LiveCounte
     [[nodiscard]] BackendInfo plugin_info(const std::string& plugin) const;
     [[nodiscard]] std::shared_ptr<Backend> create_backend(const std::string& type,
                                                           const ParamMap& params);
-    [[nodiscard]] BackendInfo backend_info(const Backend& backend) const;
+    [[nodiscard]] BackendInfo backend_info(capi::Backend backend, const std::string& type) const;
     /// A row without an answer does not exist.
     [[nodiscard]] std::vector<std::optional<ParamMap>> query_memory(capi::RegList list,
                                                                     capi::OptArgs args) const;
@@ -109,6 +118,7 @@ class AgentHandle : public std::enable_shared_from_this<AgentHandle>, LiveCounte
     const std::shared_ptr<const Library> library_;
     const std::string name_;
     const ProcessMark process_;
+    transfer::DeviceContexts devices_;
     capi::Agent handle_ = nullptr;
     bool is_abandoned_ = false;
     Owned<capi::NotifMap> notifications_;
@@ -120,16 +130,21 @@ class RegisteredMemory {
     /// @param blobs backend-specific text per row (file names, object keys), or empty
     RegisteredMemory(std::shared_ptr<AgentHandle> agent, Memory memory, Rows rows,
                      std::span<const std::string> blobs, const CallOptions& options);
+    void append(const Descriptor& row, const std::string* blob);
     RegisteredMemory(RegisteredMemory&& other) noexcept = default;
     ~RegisteredMemory();
 
     [[nodiscard]] Memory memory() const noexcept { return memory_; }
     [[nodiscard]] Rows rows() const noexcept { return rows_; }
+    [[nodiscard]] const std::string& blob(std::size_t index) const noexcept;
     [[nodiscard]] std::string str() const;
 
-    void add();
+    /// @param are_devices_known whether the rows name the devices of device memory
+    void add(bool are_devices_known = false);
     /// @throws NativeError the memory stays registered
     void remove();
+    /// Deregister some of the rows; `remove` must not follow.
+    void remove(std::span<const std::uint32_t> indices);
     /// Leave the memory registered.
     void forget() noexcept { is_registered_ = false; }
 
@@ -137,8 +152,10 @@ class RegisteredMemory {
     std::shared_ptr<AgentHandle> agent_;
     Memory memory_;
     std::vector<Descriptor> rows_;
+    std::vector<std::string> blobs_;
     Owned<capi::RegList> list_;
     Owned<capi::OptArgs> args_;
+    int device_ = -1;  ///< of device memory
     bool is_registered_ = false;
 };
 

@@ -70,17 +70,29 @@ std::vector<std::string> read_strings(const Library& library, capi::StringList l
                                                "string_list_get");
 }
 
-Owned<capi::XferList> make_xfer_list(const Library& library, Memory memory, Rows rows) {
+template <class Rows>
+Owned<capi::XferList> make_xfer_list(const Library& library, Memory memory, const Rows& rows) {
     const capi::Functions& fn = library.fn();
     auto owned = own<capi::XferList>(
         library, fn.destroy_xfer_dlist, "create_xfer_dlist", no_detail,
         [&](capi::XferList* out) { return fn.create_xfer_dlist(static_cast<int>(memory), out); });
-    for (const Descriptor& row : rows) {
+    const auto add = [&](const Descriptor& row) {
         library.check(fn.xfer_dlist_add_desc(owned.get(), row.address, row.length, row.device),
                       "xfer_dlist_add_desc", [&] { return row.str(); });
+    };
+    for (const auto& item : rows) {
+        if constexpr (std::is_same_v<Rows, Runs>) {
+            for (std::uint64_t i = 0; i < item.count; ++i) {
+                add(item.at(i));
+            }
+        } else {
+            add(item);
+        }
     }
     return owned;
 }
+template Owned<capi::XferList> make_xfer_list(const Library&, Memory, const Rows&);
+template Owned<capi::XferList> make_xfer_list(const Library&, Memory, const Runs&);
 
 Owned<capi::RegList> make_reg_list(const Library& library, Memory memory, Rows rows,
                                    std::span<const std::string> blobs) {

@@ -32,8 +32,9 @@ template <class Handle, class Make, class Detail>
 [[nodiscard]] std::vector<std::string> read_strings(const Library& library, capi::StringList list);
 
 /// Descriptors of a transfer, in the order of the rows.
+template <class Rows>
 [[nodiscard]] Owned<capi::XferList> make_xfer_list(const Library& library, Memory memory,
-                                                   Rows rows);
+                                                   const Rows& rows);
 
 /// Descriptors of memory to register.
 /// @param blobs one string of backend-specific metadata per row, or none at all

@@ -40,7 +40,18 @@ void Registration::release() {
         is_released_ = true;
     }
     try {
-        memory_.remove();
+        if (counts_.empty()) {
+            memory_.remove();
+        } else {
+            std::vector<std::uint32_t> left;
+            for (std::uint32_t row = 0; row < counts_.size(); ++row) {
+                if (counts_[row] != 0) {
+                    left.push_back(row);
+                }
+            }
+            memory_.remove(left);
+            memory_.forget();
+        }
     } catch (...) {
         is_released_ = false;
         throw;

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "nixl/agent.hpp"
 
@@ -40,6 +41,10 @@ class Registration : LiveCounted<Registration> {
     std::shared_ptr<void> keepalive_;
     std::atomic<bool> is_released_{true};  ///< changes under the agent's books_
     std::atomic<std::size_t> num_users_{0};
+    // Of a counted registration, under the agent's books_.
+    std::vector<std::shared_ptr<Backend>> backends_;
+    std::vector<std::uint32_t> counts_;  ///< per row: deregistrations until it is gone
+    std::size_t num_left_ = 0;           ///< rows that are not gone
 };
 
 /// A use of registered memory or of a prepared list, which forbids to release it.
@@ -55,9 +60,16 @@ class Use {
     }
 
     [[nodiscard]] const T* get() const noexcept { return used_.get(); }
+    [[nodiscard]] const T* operator->() const noexcept { return used_.get(); }
 
   private:
     std::shared_ptr<T> used_;
+};
+
+/// A use of some rows of a registration.
+struct Pin {
+    Use<Registration> registration;
+    std::vector<std::uint32_t> rows = {};
 };
 
 }  // namespace pynixlkv::nixl

@@ -25,6 +25,23 @@ using Duration = std::chrono::nanoseconds;
 using ParamMap = std::map<std::string, std::string>;
 using Rows = std::span<const Descriptor>;
 
+/// Descriptors in constant steps; a row of NIXL's strided (n, 5) arrays, same layout.
+struct Run {
+    Descriptor row;  ///< the first
+    std::uint64_t stride;
+    std::uint64_t count;
+
+    [[nodiscard]] Descriptor at(std::uint64_t index) const noexcept {
+        return {row.address + index * stride, row.length, row.device};
+    }
+    /// Everything from the first byte to the last; meaningless for a run that wraps around.
+    [[nodiscard]] Descriptor bounds() const noexcept {
+        return {row.address, row.length + (count - 1) * stride, row.device};
+    }
+};
+static_assert(sizeof(Run) == 40);
+using Runs = std::span<const Run>;
+
 [[nodiscard]] constexpr const char* memory_name(Memory memory) noexcept {
     constexpr const char* kNames[] = {"DRAM", "VRAM", "BLOCK", "OBJECT", "FILE"};
     return kNames[static_cast<std::size_t>(memory)];

@@ -1,6 +1,8 @@
 #include "nixl/xfer_request.hpp"
 
+#include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <thread>
 
 namespace pynixlkv::nixl {
@@ -36,6 +38,10 @@ XferRequest::XferRequest(std::shared_ptr<Agent> agent, Op op, std::string peer,
 }
 
 XferRequest::~XferRequest() {
+    if (agent_->is_here()) {
+        const std::lock_guard lock(agent_->books_);
+        agent_->requests_.erase(this);
+    }
     if (state_ == XferState::kReleased) {
         return;
     }
@@ -47,6 +53,8 @@ XferRequest::~XferRequest() {
         const Agent::Call call(*agent_, mutex_, std::try_to_lock);
         if (call.is_locked() && body_->native.poll() != Status::kInProgress &&
             body_->native.release() == Status::kSuccess) {
+            const std::lock_guard lock(agent_->books_);
+            agent_->running_.erase(body_.get());
             return;
         }
     }
@@ -65,6 +73,10 @@ void XferRequest::require_live(const char* call) const {
 }
 
 XferState XferRequest::enter(Status status, const char* call) {
+    if (status != Status::kInProgress) {
+        const std::lock_guard lock(agent_->books_);
+        agent_->running_.erase(body_.get());
+    }
     if (status == Status::kInProgress) {
         state_ = XferState::kPending;
     } else if (status == Status::kSuccess) {
@@ -92,6 +104,11 @@ XferState XferRequest::post(const std::optional<std::string>& notification) {
         throw Error("StateError", text("post_xfer_req: the request is running (", about(), ")"));
     }
     agent_->require_fresh(peer_, generation_, "the request");
+    {
+        const std::lock_guard lock(agent_->books_);
+        agent_->require_registered(*body_, "the request");
+        agent_->running_.emplace(body_.get(), this);
+    }
     return enter(body_->native.post(args.get()), "post_xfer_req");
 }
 
@@ -105,6 +122,17 @@ XferState XferRequest::poll() {
         return state_;
     }
     return enter(body_->native.poll(), "get_xfer_status");
+}
+
+void XferRequest::settle() noexcept {
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (lock && state_ == XferState::kPending) {
+        try {
+            enter(body_->native.poll(), "get_xfer_status");
+        } catch (const NativeError&) {
+            // Kept for the next poll.
+        }
+    }
 }
 
 XferState XferRequest::give_up(bool may_quarantine) {
@@ -126,6 +154,8 @@ XferState XferRequest::give_up(bool may_quarantine) {
         agent_->quarantine(std::move(body));
         return XferState::kPending;
     }
+    const std::lock_guard lock(agent_->books_);
+    agent_->running_.erase(body.get());
     return XferState::kReleased;
 }
 
@@ -151,10 +181,20 @@ std::shared_ptr<Backend> XferRequest::backend() {
             return agent_->fn().query_xfer_backend(agent_->handle_->native(), body_->native.get(),
                                                    out);
         });
+    // NIXL makes a new wrapper around the engine each time; its first word is the engine's address.
+    const auto engine = [](capi::Backend wrapper) {
+        std::uintptr_t address = 0;
+        std::memcpy(&address, static_cast<const void*>(wrapper), sizeof address);
+        return address;
+    };
     const auto known = agent_->backends();
-    return known.size() == 1
-               ? known.front()
-               : std::make_shared<Backend>(agent_->handle_, std::string(), std::move(handle));
+    const auto found = std::find_if(known.begin(), known.end(), [&](const auto& backend) {
+        return known.size() == 1 || engine(backend->native()) == engine(handle.get());
+    });
+    return found != known.end()
+               ? *found
+               : std::make_shared<Backend>(agent_->handle_, std::string(), std::vector<Memory>(),
+                                           std::move(handle));
 }
 
 CostEstimate XferRequest::estimate_cost() {

@@ -37,7 +37,7 @@ struct XferBody : LiveCounted<XferBody> {
 };
 
 /// A transfer of the verbs: made, posted, polled to its end, perhaps posted again, released.
-class XferRequest : LiveCounted<XferRequest> {
+class XferRequest : public std::enable_shared_from_this<XferRequest>, LiveCounted<XferRequest> {
     friend class Agent;
 
   public:
@@ -76,6 +76,8 @@ class XferRequest : LiveCounted<XferRequest> {
     /// @return kReleased if it was freed, kPending if its bytes may still move
     XferState give_up(bool may_quarantine);
     XferState enter(Status status, const char* call);
+    /// Poll a running request unless another thread uses it. Needs `Agent::Call`.
+    void settle() noexcept;
     [[nodiscard]] std::string about() const;
 
     const std::shared_ptr<Agent> agent_;

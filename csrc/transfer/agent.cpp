@@ -12,6 +12,7 @@
 
 #include "base/error.hpp"
 #include "base/keep.hpp"
+#include "base/mappings.hpp"
 #include "transfer/loop.hpp"
 
 namespace pynixlkv::transfer {
@@ -148,6 +149,14 @@ std::shared_ptr<Registration> Agent::register_memory(std::vector<Span> spans) {
     if (spans.empty()) {
         throw Error("ConfigError", "there is nothing to register: the list of spans is empty");
     }
+    const Mappings mappings = Mappings::now();
+    for (Span& span : spans) {
+        if (span.memory == Memory::kDram && !mappings.empty()) {
+            const auto range = mappings.describe(span.row.address, span.row.length);
+            span.is_read_only |= !range.is_writable;
+            span.is_fragile = range.is_of_file || range.length < span.row.length;
+        }
+    }
     auto registration =
         std::make_shared<Registration>(shared_->next_id.fetch_add(1), std::move(spans));
     call([registration](Loop& loop) { loop.add_registration(registration); });
@@ -202,8 +211,9 @@ std::shared_ptr<Transfer> Agent::submit(Submission submission) {
     // A timeout beyond the clock's range means "no practical limit"; it must not wrap around.
     active.deadline =
         submission.timeout < TimePoint::max() - now ? now + submission.timeout : TimePoint::max();
-    active.remote_memory = submission.peer->cover(*remote).memory;
-    std::tie(active.local_memory, active.uses) = shared_->registrations.use(*local);
+    active.remote_memory = submission.peer->cover(*remote, submission.op == Op::kWrite).memory;
+    std::tie(active.local_memory, active.uses) =
+        shared_->registrations.use(*local, submission.op == Op::kRead);
     active.notify = std::move(submission.notify);
     active.tables = std::move(submission.tables);
     active.local = std::move(submission.local);

@@ -76,6 +76,7 @@ class Agent : LiveCounted<Agent> {
 
     void notify(const std::shared_ptr<Peer>& peer, std::string message);
     /// Notifications since the last call; waits until the given time for the first.
+    /// @throws Error("ClosedError") when there are none and will be none
     [[nodiscard]] std::vector<Notification> take_notifications(TimePoint until) {
         check_usable();
         return shared_->inbox.take(until);
@@ -84,6 +85,7 @@ class Agent : LiveCounted<Agent> {
     /// Wait for activity since the counter was `seen`: a notification, a transfer that ended or
     /// became quiet, or a call of wake_waiters().
     /// @return the activity counter; `seen` if the time ran out
+    /// @throws Error("ClosedError") when the agent is closed
     [[nodiscard]] std::uint64_t wait_activity(std::uint64_t seen, TimePoint until) const {
         check_usable();
         return shared_->inbox.wait_activity(seen, until);
@@ -103,6 +105,7 @@ class Agent : LiveCounted<Agent> {
     bool close(TimePoint until) {
         check_usable();
         shared_->queue.close();
+        shared_->inbox.close(name());
         (void)exited_.wait_until(until);
         return is_closed();
     }
@@ -114,6 +117,7 @@ class Agent : LiveCounted<Agent> {
     void stop(TimePoint until) {
         check_usable();
         shared_->queue.close(true);
+        shared_->inbox.close(name());
         (void)exited_.wait_until(until);
     }
 

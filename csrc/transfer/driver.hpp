@@ -3,8 +3,11 @@
 /// Only the agent's thread calls a driver, so that no implementation needs locks.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -43,7 +46,11 @@ class NativeXfer : public Polymorphic {
 };
 
 /// The connection to one generation of one peer, as the library knows it.
-class Connection : public Polymorphic {};
+class Connection : public Polymorphic {
+  public:
+    /// Names of the transports it may use; empty if the library does not say.
+    [[nodiscard]] virtual std::vector<std::string> transports() const { return {}; }
+};
 
 /// Memory that the library has registered. Destroying it deregisters.
 class Registered : public Polymorphic {};
@@ -67,15 +74,19 @@ struct IndexPairs {
 
 class Driver : public Polymorphic {
   public:
+    /// Called before a peer with device memory is connected.
+    virtual void expect_device_memory() {}
     [[nodiscard]] virtual std::unique_ptr<Registered> register_memory(
         std::span<const Span> spans) = 0;
     /// What a peer must load to reach the memory registered now.
     [[nodiscard]] virtual std::string metadata() = 0;
 
     /// Load what `metadata()` of the peer gave.
+    /// @param process the peer's, if it is known to be one of this host
     /// @throws Error when the library refuses it
     [[nodiscard]] virtual std::unique_ptr<Connection> connect(const std::string& name,
-                                                              std::string_view metadata) = 0;
+                                                              std::string_view metadata,
+                                                              std::optional<pid_t> process) = 0;
     /// Load newer metadata of the same incarnation of a connected peer.
     virtual void refresh(Connection& connection, std::string_view metadata) = 0;
     /// Ask the library whether the connection stands. May cost a message.
@@ -107,6 +118,8 @@ class Driver : public Polymorphic {
     /// @return whether the library had work, such as bytes to move for a peer; false if unknown
     virtual bool receive(std::vector<Notification>& into) = 0;
 
+    /// Whether the library progresses in calls of `receive` alone, without events to wait for.
+    [[nodiscard]] virtual bool needs_polling() const { return false; }
     /// A file descriptor that is readable when the library has work; -1 if the library has none and
     /// must be polled.
     [[nodiscard]] virtual int event_fd() { return -1; }

@@ -37,6 +37,10 @@ constexpr std::size_t kWindow = 64;
 constexpr auto kLongestStep = std::chrono::seconds(1);
 /// A notification this long after the last wake-up came from a sender that cannot wake this agent.
 constexpr auto kWakeIsOld = milliseconds(50);
+/// How often to look whether processes of peers have ended.
+constexpr auto kLookEvery = milliseconds(250);
+/// Names without a peer whose generation is remembered.
+constexpr std::size_t kMaxNames = 1U << 16U;
 
 std::string bytes_text(std::uint64_t bytes) {
     char text[32];
@@ -79,6 +83,7 @@ bool Loop::run(DriverFactory factory, std::promise<void>& started) {
 
     for (;;) {
         excuse_pause();
+        look_for_dead_processes();
         bool busy = take_work();
         busy |= receive();
         for (Active& a : active_) {
@@ -401,9 +406,35 @@ void Loop::settle() {
         }
         return true;
     });
+    std::erase_if(ended_, [this](const std::shared_ptr<Link>& link) {
+        if (link->unquiet > 0) {
+            return false;
+        }
+        link->drop();
+        const Peer& peer = *link->peer;
+        if (const auto found = links_.find(peer.name());
+            found != links_.end() && found->second == link) {
+            links_.erase(found);
+            if (generations_.insert_or_assign(peer.name(), peer.generation()).second) {
+                names_.push_back(peer.name());
+            }
+        }
+        return true;
+    });
+    for (; names_.size() > kMaxNames; names_.pop_front()) {
+        generations_.erase(names_.front());
+    }
+}
+
+/// The death of a process shows at its connections, but not while a child of it holds them open.
+void Loop::look_for_dead_processes() {
+    if (now_ - last_look_ < kLookEvery) {
+        return;
+    }
+    last_look_ = now_;
     for (auto& [name, link] : links_) {
-        if (link->connection && !link->peer->is_connected() && link->unquiet == 0) {
-            link->drop();
+        if (link->process && link->process->has_ended()) {
+            lose(*link, PeerState::kLost, "its process has ended");
         }
     }
 }
@@ -450,7 +481,7 @@ void Loop::pause(bool busy) {
     } else if (quiet_for < kLinger) {
         nap = kNapWithWork;
     } else {
-        const bool is_woken = all_wake_ || driver_->event_fd() >= 0;
+        const bool is_woken = !driver_->needs_polling() && (all_wake_ || driver_->event_fd() >= 0);
         nap = is_woken ? kSleepUntilWoken : kSleep;
     }
     sleep(nap);
@@ -462,9 +493,9 @@ void Loop::sleep(Clock::duration longest) {
         return;
     }
     // A descriptor of -1 is never ready.
-    std::array<pollfd, 3> fds{pollfd{shared_->queue.fd(), POLLIN, 0},
-                              pollfd{shared_->wake_socket.fd(), POLLIN, 0},
-                              pollfd{driver_->event_fd(), POLLIN, 0}};
+    std::array<pollfd, 4> fds{
+        pollfd{shared_->queue.fd(), POLLIN, 0}, pollfd{shared_->wake_socket.fd(), POLLIN, 0},
+        pollfd{shared_->identity.fd(), POLLIN, 0}, pollfd{driver_->event_fd(), POLLIN, 0}};
     const timespec timeout{0, static_cast<long>(std::min(ns(longest), std::int64_t{999'999'999}))};
     const bool is_ready = ::ppoll(fds.data(), fds.size(), &timeout, nullptr) > 0;
     shared_->queue.end_sleep(is_ready && fds[0].revents != 0);
@@ -475,6 +506,9 @@ void Loop::sleep(Clock::duration longest) {
     if (fds[1].revents != 0 && shared_->wake_socket.take()) {
         last_wake_ = last_activity_;
     }
+    if (fds[2].revents != 0) {
+        shared_->identity.clear();
+    }
 }
 
 /// Give everything back, in the order that libraries demand: connections, memory, agent.
@@ -483,6 +517,7 @@ void Loop::teardown() {
         lose(*link, PeerState::kDisconnected, "the agent was closed");
         link->drop();
     }
+    ended_.clear();
     links_.clear();
     shared_->registrations.close_all();
     registered_.clear();
@@ -530,6 +565,10 @@ std::shared_ptr<Peer> Loop::connect(const std::string& name, const std::string& 
                                     const std::string& metadata, const std::vector<Span>& spans) {
     MemoryMap memory;
     memory.add(0, spans);
+    if (std::any_of(spans.begin(), spans.end(),
+                    [](const Span& span) { return span.memory == Memory::kVram; })) {
+        driver_->expect_device_memory();
+    }
     std::uint64_t generation = 1;
     if (const auto found = links_.find(name); found != links_.end()) {
         Link& old = *found->second;
@@ -540,25 +579,31 @@ std::shared_ptr<Peer> Loop::connect(const std::string& name, const std::string& 
             return old.peer;
         }
         if (old.peer->is_connected()) {
-            if (driver_->is_alive(*old.connection)) {
+            if (is_alive(*old.peer)) {
                 throw Error("DuplicatePeerError",
                             "another live agent named '" + name +
                                 "' is connected; agent names must be unique, or disconnect() the "
                                 "other one first");
             }
-            lose(old, PeerState::kLost, "its connection was found dead when a successor connected");
         }
+        const std::shared_ptr<Link> kept = found->second;  // settle() drops it if it is quiet
         settle();
-        if (old.connection) {
-            throw Error("StateError", std::to_string(old.unquiet) +
+        if (kept->connection) {
+            throw Error("StateError", std::to_string(kept->unquiet) +
                                           " transfers to the previous generation of peer '" + name +
                                           "' are not quiet yet; connect again when they are");
         }
-        generation = old.peer->generation() + 1;
+    }
+    if (const auto found = generations_.find(name); found != generations_.end()) {
+        generation = found->second + 1;
     }
     auto link = std::make_shared<Link>();
     link->peer = std::make_shared<Peer>(name, incarnation, generation, std::move(memory));
-    link->connection = driver_->connect(name, metadata);
+    auto process = PeerProcess::of(incarnation);
+    link->connection =
+        driver_->connect(name, metadata, process ? std::optional(process->id()) : std::nullopt);
+    link->process = std::move(process);
+    link->peer->set_transports(link->connection->transports());
     links_[name] = link;
     all_wake_ &= shared_->wake_socket.wake_peer(incarnation);
     return link->peer;
@@ -578,7 +623,7 @@ bool Loop::is_alive(const Peer& peer) {
         return false;
     }
     Link& link = connected(peer);
-    if (!driver_->is_alive(*link.connection)) {
+    if ((link.process && link.process->has_ended()) || !driver_->is_alive(*link.connection)) {
         lose(link, PeerState::kLost, "the connection is dead");
         return false;
     }
@@ -620,6 +665,8 @@ void Loop::lose(Link& link, PeerState state, const std::string& reason,
         return;
     }
     link.peer->set_state(state, reason);
+    link.process.reset();
+    ended_.push_back(links_.at(link.peer->name()));  // a connected peer's link is there
     for (Active& a : active_) {
         if (a.link.get() != &link) {
             continue;

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <future>
 #include <map>
 #include <memory>
@@ -53,6 +54,7 @@ class Loop {
   private:
     bool take_work();
     void excuse_pause();
+    void look_for_dead_processes();
     bool receive();
     bool advance(Active& a);
     void settle();
@@ -86,6 +88,11 @@ class Loop {
     std::unique_ptr<Driver> driver_;
     std::vector<Active> active_;
     std::map<std::string, std::shared_ptr<Link>> links_;
+    std::vector<std::shared_ptr<Link>> ended_;  ///< to be dropped when they are quiet
+    /// The last generation of names without a link, and the names in the order of their ends.
+    std::map<std::string, std::uint64_t> generations_;
+    std::deque<std::string> names_;
+    TimePoint last_look_ = Clock::now();  ///< at the processes of peers
     std::map<std::uint64_t, std::unique_ptr<Registered>> registered_;
 
     Costs costs_;

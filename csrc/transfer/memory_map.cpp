@@ -53,8 +53,10 @@ void MemoryMap::add(Owner owner, std::span<const Span> spans) {
 }
 
 void MemoryMap::add_overlapping(Owner owner, const Span& span) {
-    by_owner_[owner].push_back(spans_.emplace(Key{span.row.device, span.row.address},
-                                              Entry{span.row, span.memory, owner}));
+    auto& owned = by_owner_[owner];
+    const auto index = static_cast<std::uint32_t>(owned.size());
+    owned.push_back(spans_.emplace(Key{span.row.device, span.row.address},
+                                   Entry{span.row, span.memory, owner, index, span.is_read_only}));
     longest_ = std::max(longest_, span.row.length);
 }
 
@@ -64,20 +66,19 @@ void MemoryMap::remove(Owner owner) {
         return;
     }
     for (const auto& span : found->second) {
-        spans_.erase(span);
+        if (span != spans_.end()) {
+            spans_.erase(span);
+        }
     }
     by_owner_.erase(found);
 }
 
-const MemoryMap::Entry* MemoryMap::find_exactly(const Descriptor& row) const {
-    const auto [first, last] = spans_.equal_range(Key{row.device, row.address});
-    const auto found =
-        std::find_if(first, last, [&](const auto& entry) { return entry.second.row == row; });
-    return found != last ? &found->second : nullptr;
+void MemoryMap::remove(Owner owner, std::uint32_t index) {
+    spans_.erase(std::exchange(by_owner_.at(owner).at(index), spans_.end()));
 }
 
-MemoryMap::Cover MemoryMap::cover(std::span<const Descriptor> rows,
-                                  const std::string& whose) const {
+MemoryMap::Cover MemoryMap::cover(std::span<const Descriptor> rows, const std::string& whose,
+                                  bool is_written) const {
     Cover result;
     const Entry* hit = nullptr;
     for (std::size_t i = 0; i < rows.size(); ++i) {
@@ -95,6 +96,11 @@ MemoryMap::Cover MemoryMap::cover(std::span<const Descriptor> rows,
                        range_text(std::prev(next)->second.row);
             }
             throw Error("NotRegisteredError", why);
+        }
+        if (is_written && hit->is_read_only) {
+            throw Error("NotRegisteredError",
+                        text("row ", i, ' ', range_text(row), " is in read-only memory ", whose,
+                             ", which is registered as a source only"));
         }
         if (result.owners.empty()) {
             result.memory = hit->memory;

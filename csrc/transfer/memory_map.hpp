@@ -28,6 +28,8 @@ class MemoryMap {
         Descriptor row;
         Memory memory;
         Owner owner;
+        std::uint32_t index;  ///< of the span among those of its owner
+        bool is_read_only = false;
     };
 
     /// @throws Error("AlreadyRegisteredError") when the row overlaps a span that is there, or
@@ -39,6 +41,8 @@ class MemoryMap {
     void add_overlapping(Owner owner, const Span& span);
     /// Forget the spans of an owner.
     void remove(Owner owner);
+    /// Forget one span of an owner.
+    void remove(Owner owner, std::uint32_t index);
     void clear() noexcept {
         spans_.clear();
         by_owner_.clear();
@@ -59,8 +63,23 @@ class MemoryMap {
         }
         return nullptr;
     }
-    /// The span that is the row, null if there is none.
-    [[nodiscard]] const Entry* find_exactly(const Descriptor& row) const;
+    /// The last added span that is the row and is accepted, null if there is none.
+    template <class Accept>
+    [[nodiscard]] const Entry* find_exactly(const Descriptor& row, Accept accept) const {
+        const auto [first, last] = spans_.equal_range(Key{row.device, row.address});
+        for (auto next = last; next != first;) {
+            const Entry& entry = (--next)->second;
+            if (entry.row == row && accept(entry)) {
+                return &entry;
+            }
+        }
+        return nullptr;
+    }
+    /// Any span of a device, null if there is none.
+    [[nodiscard]] const Entry* find_device(std::uint64_t device) const {
+        const auto found = spans_.lower_bound(Key{device, 0});
+        return found != spans_.end() && found->first.first == device ? &found->second : nullptr;
+    }
 
     /// What the rows lie in.
     struct Cover {
@@ -70,8 +89,10 @@ class MemoryMap {
 
     /// Check that every row lies wholly inside one span, all of one memory kind.
     /// @param whose how to name the address space in an error, for example "of peer 'p0'"
+    /// @param is_written whether the rows are to be written, which read-only spans refuse
     /// @throws Error("NotRegisteredError") naming the row's index, range and nearest span
-    [[nodiscard]] Cover cover(std::span<const Descriptor> rows, const std::string& whose) const;
+    [[nodiscard]] Cover cover(std::span<const Descriptor> rows, const std::string& whose,
+                              bool is_written = false) const;
 
   private:
     // Host and device memory share one virtual address space, so the memory kind is not part of the

@@ -20,9 +20,11 @@
 #include <vector>
 
 #include "base/error.hpp"
+#include "base/text.hpp"
 #include "kv/expansion.hpp"
 #include "transfer/driver.hpp"
 #include "transfer/event_fd.hpp"
+#include "transfer/process_identity.hpp"
 #include "transfer/transfer.hpp"
 #include "transfer/wake_socket.hpp"
 
@@ -59,6 +61,7 @@ struct Link {
 
     std::shared_ptr<Peer> peer;
     std::unique_ptr<Connection> connection;
+    std::optional<PeerProcess> process;  ///< if it is one of this host, and connected
     std::map<std::weak_ptr<const kv::Plan>, Lists, std::owner_less<>> lists;
     std::size_t unquiet = 0;  ///< transfers that may still move bytes
 
@@ -221,6 +224,10 @@ class Inbox {
             }
         });
     }
+    /// Nothing more is to be waited for: take() and wait_activity() throw from now on.
+    void close(const std::string& agent) {
+        change([&] { closed_ = text("agent '", agent, "' is closed"); });
+    }
     /// Let wait_activity() return.
     void announce() {
         change([] {});
@@ -228,17 +235,20 @@ class Inbox {
 
     [[nodiscard]] std::vector<Notification> take(TimePoint until) {
         std::unique_lock lock(mutex_);
-        arrived_.wait_until(lock, until, [this] { return !notifications_.empty() || error_; });
-        if (notifications_.empty() && error_) {
-            const Error error = *error_;
-            error_.reset();
-            throw Error(error);
+        arrived_.wait_until(lock, until,
+                            [this] { return !notifications_.empty() || error_ || closed_; });
+        if (notifications_.empty()) {
+            if (const auto error = std::exchange(error_, std::nullopt)) {
+                throw Error(*error);
+            }
+            require_open();
         }
         return std::exchange(notifications_, {});
     }
     [[nodiscard]] std::uint64_t wait_activity(std::uint64_t seen, TimePoint until) {
         std::unique_lock lock(mutex_);
-        arrived_.wait_until(lock, until, [&] { return activity_ != seen; });
+        arrived_.wait_until(lock, until, [&] { return activity_ != seen || closed_; });
+        require_open();
         return activity_;
     }
     void watch(Transfer& transfer) {
@@ -266,6 +276,12 @@ class Inbox {
         }
         arrived_.notify_all();
     }
+    /// @throws Error("ClosedError") after close()
+    void require_open() const {
+        if (closed_) {
+            throw Error("ClosedError", *closed_);
+        }
+    }
     void complete(const Transfer& transfer) {
         completed_.push_back(transfer.id());
         completion_.set();
@@ -277,6 +293,7 @@ class Inbox {
     std::vector<Notification> notifications_;
     std::vector<std::uint64_t> completed_;
     std::optional<Error> error_;
+    std::optional<std::string> closed_;  // why nothing more is to be waited for
     std::uint64_t activity_ = 0;  // counts arrivals, ends of transfers, and their becoming quiet
 };
 
@@ -332,9 +349,9 @@ class Registrations {
     }
     /// The same; the registrations that the rows lie in count as used until the tokens are dropped.
     [[nodiscard]] std::pair<Memory, std::vector<std::shared_ptr<void>>> use(
-        std::span<const Descriptor> rows) const {
+        std::span<const Descriptor> rows, bool is_written) const {
         const std::shared_lock lock(mutex_);
-        const auto cover = memory_.cover(rows, whose_);
+        const auto cover = memory_.cover(rows, whose_, is_written);
         std::vector<std::shared_ptr<void>> uses;
         uses.reserve(cover.owners.size());
         for (const MemoryMap::Owner owner : cover.owners) {
@@ -357,12 +374,14 @@ struct SharedState {
         : name(std::move(agent)),
           options(std::move(agent_options)),
           wake_socket(options.incarnation),
+          identity(options.incarnation),
           queue(name),
           registrations(name) {}
 
     const std::string name;
     const AgentOptions options;
     const WakeSocket wake_socket;
+    const IdentitySocket identity;
     CommandQueue queue;
     Inbox inbox;
     Registrations registrations;

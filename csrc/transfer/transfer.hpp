@@ -78,17 +78,24 @@ class Peer : LiveCounted<Peer> {
     /// What the rows lie in at the peer.
     /// @throws Error("PeerLostError") or Error("StalePeerError") unless the peer is connected,
     ///         Error("NotRegisteredError") unless the peer has announced the memory
-    [[nodiscard]] MemoryMap::Cover cover(std::span<const Descriptor> rows) const {
+    [[nodiscard]] MemoryMap::Cover cover(std::span<const Descriptor> rows, bool is_written) const {
         const std::lock_guard lock(mutex_);
         if (!is_connected()) {
             throw Error(state() == PeerState::kLost ? "PeerLostError" : "StalePeerError",
                         "generation " + std::to_string(generation_) + " of peer '" + name_ +
                             "' is not connected any more: " + reason_ + "; connect() again");
         }
-        return memory_.cover(rows, "of peer '" + name_ + "'");
+        return memory_.cover(rows, "of peer '" + name_ + "'", is_written);
+    }
+
+    /// Names of the transports to it; empty if the library does not say.
+    [[nodiscard]] const std::vector<std::string>& transports() const noexcept {
+        return transports_;
     }
 
     // ---- agent's thread ----
+    /// Before any other thread knows the peer.
+    void set_transports(std::vector<std::string> names) { transports_ = std::move(names); }
     void set_memory(MemoryMap memory) {
         const std::lock_guard lock(mutex_);
         memory_ = std::move(memory);
@@ -102,6 +109,7 @@ class Peer : LiveCounted<Peer> {
   private:
     const std::string name_;
     const std::string incarnation_;
+    std::vector<std::string> transports_;
     const std::uint64_t generation_;
     std::atomic<PeerState> state_{PeerState::kConnected};
     mutable std::mutex mutex_;  // guards what follows

@@ -55,6 +55,8 @@ struct Notification {
 struct Span {
     Descriptor row;
     Memory memory;
+    bool is_read_only = false;  ///< a source only
+    bool is_fragile = false;    ///< its pages can go, or are not there: copy() says how to use it
 };
 
 }  // namespace pynixlkv::transfer

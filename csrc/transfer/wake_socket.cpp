@@ -1,7 +1,5 @@
 #include "transfer/wake_socket.hpp"
 
-#include <sys/socket.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,16 +7,13 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
-#include <utility>
 
 #include "base/error.hpp"
 
 namespace pynixlkv::transfer {
 
-namespace {
-
-/// An abstract address: no file, gone with the socket, private to the network namespace.
-std::pair<sockaddr_un, socklen_t> address_of(const std::string& incarnation) {
+std::pair<sockaddr_un, socklen_t> abstract_address(const std::string& incarnation,
+                                                   const char* suffix) {
     constexpr char kDigits[] = "0123456789abcdef";
     std::string name(1, '\0');
     name += "pynixlkv-";
@@ -26,6 +21,7 @@ std::pair<sockaddr_un, socklen_t> address_of(const std::string& incarnation) {
         name += kDigits[(static_cast<unsigned char>(c) >> 4U) & 15U];
         name += kDigits[static_cast<unsigned char>(c) & 15U];
     }
+    name += suffix;
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
     const std::size_t length = std::min(name.size(), sizeof address.sun_path);
@@ -33,11 +29,9 @@ std::pair<sockaddr_un, socklen_t> address_of(const std::string& incarnation) {
     return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + length)};
 }
 
-}  // namespace
-
 WakeSocket::WakeSocket(const std::string& incarnation)
     : fd_(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)) {
-    const auto [address, length] = address_of(incarnation);
+    const auto [address, length] = abstract_address(incarnation);
     if (fd_ < 0 || ::bind(fd_, reinterpret_cast<const sockaddr*>(&address), length) != 0) {
         const std::string reason = std::strerror(errno);
         if (fd_ >= 0) {
@@ -61,7 +55,7 @@ bool WakeSocket::take() const noexcept {
 }
 
 bool WakeSocket::wake_peer(const std::string& incarnation) const noexcept {
-    const auto [address, length] = address_of(incarnation);
+    const auto [address, length] = abstract_address(incarnation);
     // A full queue is as good: the peer has a datagram to wake up from.
     return ::sendto(fd_, "", 0, MSG_NOSIGNAL, reinterpret_cast<const sockaddr*>(&address),
                     length) >= 0 ||

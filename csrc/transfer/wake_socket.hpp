@@ -8,9 +8,17 @@
 /// another host, the receiver still polls at its own pace.
 #pragma once
 
+#include <sys/socket.h>
+#include <sys/un.h>
+
 #include <string>
+#include <utility>
 
 namespace pynixlkv::transfer {
+
+/// An abstract address: no file, gone with the socket, private to the network namespace.
+[[nodiscard]] std::pair<sockaddr_un, socklen_t> abstract_address(const std::string& incarnation,
+                                                                 const char* suffix = "");
 
 class WakeSocket {
   public:

@@ -17,6 +17,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -24,34 +25,6 @@
 #include "ucx/connection.hpp"
 
 namespace pynixlkv::ucx {
-
-enum class AmRmaKind : std::uint8_t {
-    kOpen,   ///< to the owner: where to send answers; data: a worker's address
-    kClose,  ///< to the owner: the connection ends
-    kRead,   ///< to the owner; data: address and length of each row
-    kWrite,  ///< to the owner; data: a piece
-    kData,   ///< from the owner; data: a piece of a row
-    kEnd,    ///< from the owner: a write is complete; with data, why it or a read is refused
-};
-
-/// The header of these messages. Byte orders are equal: `connect` refuses other peers.
-struct AmRmaHeader {
-    AmRmaKind kind;
-    std::uint8_t unused[3] = {};
-    std::uint32_t row = 0;         ///< of kData: index in the rows of the read
-    std::uint64_t connection = 0;  ///< to the owner: its sender
-    std::uint64_t xfer = 0;
-    std::uint64_t place = 0;  ///< of kData: offset in the row; of kWrite: address
-    std::uint64_t total = 0;  ///< of kWrite: bytes of the whole transfer
-};
-
-/// The bytes of a header, valid as long as it.
-[[nodiscard]] std::string_view make_header(const AmRmaHeader& header);
-/// @return nothing if it is the header of another message
-[[nodiscard]] std::optional<AmRmaHeader> read_header(std::string_view bytes);
-
-/// A random number, unique among the connections of all processes.
-[[nodiscard]] std::uint64_t new_connection_number();
 
 class AmRmaXfer;
 
@@ -61,12 +34,20 @@ class AmRmaXfers {
     /// @return its number, never reused
     std::uint64_t add(AmRmaXfer* xfer);
     void remove(std::uint64_t number) { xfers_.erase(number); }
-    /// Handle kData or kEnd; drops messages for transfers that have ended.
+    /// Expect a kOpened. A connection that closes earlier leaves its sockets to UCX for ever.
+    void expect_open(std::uint64_t connection) { unopened_.insert(connection); }
+    [[nodiscard]] bool is_unopened(std::uint64_t connection) const {
+        return unopened_.contains(connection);
+    }
+    void forget(std::uint64_t connection) { unopened_.erase(connection); }
+    /// Handle kOpened, kData or kEnd; drops those of other connections and for transfers that have
+    /// ended.
     void on_message(const AmRmaHeader& header, std::string_view data);
 
   private:
     std::uint64_t last_ = 0;
     std::unordered_map<std::uint64_t, AmRmaXfer*> xfers_;
+    std::unordered_set<std::uint64_t> unopened_;
 };
 
 /// A transfer between host memory at both ends.
@@ -101,9 +82,12 @@ class AmRmaServer {
   public:
     AmRmaServer(std::shared_ptr<Worker> worker, capi::ErrorMode errors,
                 std::shared_ptr<const LocalRegions> regions)
-        : worker_(std::move(worker)), errors_(errors), regions_(std::move(regions)) {}
+        : worker_(std::move(worker)),
+          own_address_(worker_->address()),
+          errors_(errors),
+          regions_(std::move(regions)) {}
 
-    /// Handle any other kind; called by UCX.
+    /// Handle kOpen, kClose, kRead or kWrite; called by UCX.
     void on_message(const AmRmaHeader& header, std::string_view data);
     /// Send the answers that are due. Not called by UCX.
     /// @return whether there was anything to do
@@ -135,21 +119,31 @@ class AmRmaServer {
         std::deque<Read> reads;
         std::deque<End> ends;
         std::unordered_map<std::uint64_t, std::uint64_t>
-            due;  ///< missing bytes of each write; 0: refused
+            due;                   ///< missing bytes of each write; 0: refused
+        std::size_t num_rows = 0;  ///< of the reads
+        bool is_listed = false;    ///< in busy_
         bool is_over = false;
     };
 
+    void take_read(Client& client, const AmRmaHeader& header, std::string_view data) const;
     void take_piece(Client& client, const AmRmaHeader& header, std::string_view data) const;
-    bool serve(Client& client);
-    void send_piece(Client& client);
-    [[nodiscard]] std::string refusal(const Descriptor& row) const;
+    void list(std::uint64_t number, Client& client);
+    void forget(std::uint64_t number);
+    bool serve(std::uint64_t number, Client& client);
+    void send_piece(std::uint64_t number, Client& client) const;
+    [[nodiscard]] std::string refusal(const Descriptor& row, transfer::Op op,
+                                      const LocalRegion*& region) const;
 
     const std::shared_ptr<Worker> worker_;
+    const std::string own_address_;
     const capi::ErrorMode errors_;
     const std::shared_ptr<const LocalRegions> regions_;
     // Messages can arrive while one is removed, so additions must leave the others in place.
     std::map<std::uint64_t, Client> clients_;
-    std::deque<std::uint64_t> gone_;  ///< the last to close, whose late messages are dropped
+    std::vector<std::uint64_t> busy_;      ///< clients to look at in the next turn
+    std::deque<std::uint64_t> newest_;     ///< the last to come, which may be unopened
+    std::deque<std::uint64_t> gone_;       ///< the last to close, whose late messages are dropped
+    std::uint64_t num_failures_seen_ = 0;  ///< of the worker's
     bool is_closed_ = false;
 };
 

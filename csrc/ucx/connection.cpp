@@ -51,28 +51,34 @@ std::size_t Outbox::num_waiting() {
 
 UcxConnection::UcxConnection(std::shared_ptr<Endpoint> to,
                              std::shared_ptr<const RemoteRegions> keys, std::string peer,
+                             std::uint64_t its_token, std::shared_ptr<AmRmaXfers> answers,
                              std::shared_ptr<Endpoint> spare)
     : name(std::move(peer)),
       endpoint(std::move(to)),
       regions(std::move(keys)),
-      number(endpoint->is_one_sided() ? 0 : new_connection_number()),
+      token(its_token),
+      number(new_secret()),
+      is_one_sided(endpoint->is_one_sided()),
+      answers_(std::move(answers)),
       spare_(std::move(spare)),
       outbox_(endpoint) {
-    if (number != 0) {
-        send(make_header({.kind = AmRmaKind::kOpen, .connection = number}),
-             endpoint->worker()->address());
+    if (is_told()) {
+        answers_->expect_open(number);
+        send({.kind = AmRmaKind::kOpen}, endpoint->worker()->address());
     }
 }
 
 UcxConnection::~UcxConnection() {
-    if (number != 0 && !endpoint->failure()) {
+    if (is_told() && !endpoint->failure()) {
+        progress_until(kLeaveDeadline, [this] { return !answers_->is_unopened(number); });
         try {
-            send(make_header({.kind = AmRmaKind::kClose, .connection = number}), {});
+            send({.kind = AmRmaKind::kClose}, {});
         } catch (const NativeError&) {
             // The peer notices the end of the connection by itself.
         }
     }
     progress_until(kLeaveDeadline, [this] { return is_quiet(); });
+    answers_->forget(number);
     regions.reset();
     endpoint->close();
 }
@@ -88,9 +94,10 @@ UcxXfer::UcxXfer(UcxConnection& connection, const LocalRegions& local_regions, t
     const RemoteRegion* remote = nullptr;
     parts_.reserve(rows.local.size());
     for (std::size_t i = 0; i < rows.local.size(); ++i) {
+        (void)local_regions.find(rows.local[i], local);
         parts_.push_back({rows.local[i].address, rows.remote[i].address, rows.local[i].length,
-                          local_regions.find(rows.local[i], local).memory->handle(),
-                          &regions_->find(rows.remote[i], remote)});
+                          local->memory->handle(), &regions_->find(rows.remote[i], remote),
+                          local->is_fragile});
     }
 }
 

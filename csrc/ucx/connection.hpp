@@ -12,6 +12,7 @@
 
 #include "transfer/driver.hpp"
 #include "ucx/endpoint.hpp"
+#include "ucx/message.hpp"
 #include "ucx/regions.hpp"
 
 namespace pynixlkv::ucx {
@@ -44,14 +45,20 @@ class Outbox {
     std::deque<std::unique_ptr<Message>> messages_;
 };
 
+class AmRmaXfers;
+
 class UcxConnection final : public transfer::Connection {
   public:
     UcxConnection(std::shared_ptr<Endpoint> to, std::shared_ptr<const RemoteRegions> keys,
-                  std::string peer, std::shared_ptr<Endpoint> spare = {});
+                  std::string peer, std::uint64_t its_token, std::shared_ptr<AmRmaXfers> answers,
+                  std::shared_ptr<Endpoint> spare = {});
     ~UcxConnection() override;
 
-    void send(std::string_view header, std::string data) {
-        outbox_.send(header, std::move(data), name);
+    /// Send a message as this connection's.
+    void send(AmRmaHeader header, std::string data) {
+        header.token = token;
+        header.connection = number;
+        outbox_.send(make_header(header), std::move(data), name);
     }
 
     /// Make progress until a condition holds, the connection breaks, or time is up.
@@ -64,16 +71,28 @@ class UcxConnection final : public transfer::Connection {
         }
     }
 
+    [[nodiscard]] std::vector<std::string> transports() const override {
+        return endpoint->transports();
+    }
     [[nodiscard]] bool is_quiet() { return outbox_.num_waiting() == 0; }
 
     const std::string name;
     const std::shared_ptr<Endpoint> endpoint;
     /// Replaced by a refresh; transfers in flight keep the one that they began with.
     std::shared_ptr<const RemoteRegions> regions;
-    /// Names this connection to the peer's AmRmaServer; 0 if it has one-sided transports.
+    /// From the metadata of the peer, which takes no message without it.
+    const std::uint64_t token;
+    /// Names this connection to the peer's AmRmaServer, and its answers to this process.
     const std::uint64_t number;
+    const bool is_one_sided;
 
   private:
+    /// Whether the peer has to know this connection: to answer, or to close its own end of it.
+    [[nodiscard]] bool is_told() const {
+        return !is_one_sided || endpoint->errors() == capi::kErrorPeer;
+    }
+
+    const std::shared_ptr<AmRmaXfers> answers_;
     /// Unused; closing it would close the peer's own connection.
     const std::shared_ptr<Endpoint> spare_;
     Outbox outbox_;
@@ -88,6 +107,7 @@ class UcxXfer : public transfer::NativeXfer {
         std::uint64_t length;
         capi::Memory memory;
         const RemoteRegion* region;
+        bool is_fragile;  ///< the local memory
     };
 
     /// @throws Error NotRegisteredError

@@ -6,6 +6,8 @@
 #include <utility>
 
 #include "base/bytes.hpp"
+#include "base/mappings.hpp"
+#include "ucx/address.hpp"
 #include "ucx/connection.hpp"
 
 namespace pynixlkv::ucx {
@@ -14,11 +16,6 @@ namespace {
 
 using transfer::Memory;
 using transfer::Op;
-
-// Headers of messages; those of am_rma.hpp are longer.
-constexpr std::string_view kNote = "N";
-/// Tests whether a connection stands; the receiver drops it.
-constexpr std::string_view kPing = "P";
 
 /// Most requests in flight of one transfer: each costs UCX memory, and more are not faster.
 constexpr std::size_t kWindow = 1024;
@@ -47,7 +44,7 @@ bool can_map(const RemoteRegions& regions) {
 /// Whether neither a transport nor a mapping reaches all of these rows.
 bool needs_am_rma(const UcxConnection& connection, const transfer::DescriptorPairs& rows) {
     const RemoteRegion* hint = nullptr;
-    return connection.number != 0 && rows.local_memory == Memory::kDram &&
+    return !connection.is_one_sided && rows.local_memory == Memory::kDram &&
            rows.remote_memory == Memory::kDram &&
            std::any_of(rows.remote.begin(), rows.remote.end(), [&](const Descriptor& row) {
                return connection.regions->find(row, hint).direct == nullptr;
@@ -79,7 +76,10 @@ class OneSidedXfer final : public UcxXfer {
     OneSidedXfer(UcxConnection& connection, const LocalRegions& local_regions, Op op,
                  const transfer::DescriptorPairs& rows)
         : UcxXfer(connection, local_regions, op, rows),
-          may_copy_(rows.local_memory == Memory::kDram) {}
+          // UCX 1.23 also names pointers to device memory of a peer.
+          may_copy_(rows.local_memory == Memory::kDram && rows.remote_memory == Memory::kDram),
+          device_(rows.local_memory == Memory::kVram ? static_cast<int>(rows.local.front().device)
+                                                     : -1) {}
 
     void post() override {
         issue();
@@ -113,6 +113,7 @@ class OneSidedXfer final : public UcxXfer {
     }
 
     void issue() {
+        const auto inside = endpoint_->worker()->context()->devices().enter(device_);
         bool has_copied = false;
         for (; next_ < parts_.size() && completion_.pending() < kWindow && !has_failed(); ++next_) {
             const Part& part = parts_[next_];
@@ -121,10 +122,10 @@ class OneSidedXfer final : public UcxXfer {
                 // NOLINTNEXTLINE(performance-no-int-to-ptr)
                 auto* local = reinterpret_cast<char*>(part.local);
                 char* remote = part.region->direct + (part.remote - part.region->row.address);
-                if (op_ == Op::kRead) {
-                    std::memcpy(local, remote, part.length);
-                } else {
-                    std::memcpy(remote, local, part.length);
+                const bool is_read = op_ == Op::kRead;
+                if (!copy(is_read ? local : remote, is_read ? remote : local, part.length,
+                          part.is_fragile)) {
+                    throw Error("StateError", "the local memory is no longer mapped");
                 }
                 has_copied = true;
             } else {
@@ -141,6 +142,7 @@ class OneSidedXfer final : public UcxXfer {
     }
 
     const bool may_copy_;
+    const int device_;  ///< of the first local row; -1 in host memory
     bool is_flushed_ = false;
 };
 
@@ -159,24 +161,25 @@ UcxDriver::UcxDriver(std::shared_ptr<Context> context, std::string name, capi::E
 
 /// Called by UCX, through which no exception may pass.
 void UcxDriver::on_message(std::string_view header, std::string_view data) {
+    const auto read = read_header(header);
+    if (!read) {
+        return;
+    }
     try {
-        if (header == kNote) {
+        if (read->kind == AmRmaKind::kOpened || read->kind == AmRmaKind::kData ||
+            read->kind == AmRmaKind::kEnd) {
+            xfers_->on_message(*read, data);
+        } else if (read->token != token_ || read->kind == AmRmaKind::kPing) {
+            // A stranger's, or nothing to do.
+        } else if (read->kind == AmRmaKind::kNote) {
             ByteReader in(data, "a notification");
             const std::string_view peer = in.get_bytes();
             inbox_.push_back({std::string(peer), std::string(in.rest())});
-        } else if (const auto am_rma = read_header(header)) {
-            if (am_rma->kind == AmRmaKind::kData || am_rma->kind == AmRmaKind::kEnd) {
-                xfers_->on_message(*am_rma, data);
-            } else {
-                server_.on_message(*am_rma, data);
-            }
-        } else if (header != kPing) {
-            throw Error("WireError", text("an unknown active message of ", data.size(), " bytes"));
+        } else {
+            server_.on_message(*read, data);
         }
-    } catch (const Error& e) {
-        receive_error_ = e;
     } catch (const std::exception& e) {
-        receive_error_ = Error("StateError", e.what());
+        receive_error_ = Error("StateError", text("a peer's message was dropped: ", e.what()));
     }
 }
 
@@ -189,26 +192,39 @@ bool UcxDriver::arm() {
     }
 }
 
+void UcxDriver::stay_on_device() {
+    if (!device_.scope) {
+        device_.scope = device_.contexts.enter();
+    }
+}
+
+void UcxDriver::expect_device_memory() {
+    context_->devices().retain_active();
+    stay_on_device();
+}
+
 std::unique_ptr<transfer::Registered> UcxDriver::register_memory(
     std::span<const transfer::Span> spans) {
     auto registered = std::make_unique<UcxRegistered>(regions_);
     for (const transfer::Span& span : spans) {
         auto memory = context_->find_allocated(span.row.address, span.row.length);
         if (!memory) {
-            memory = MemoryHandle::map(context_, span.row.address, span.row.length,
-                                       memory_type(span.memory));
+            memory = MemoryHandle::map(context_, span.row, memory_type(span.memory), true);
         }
-        registered->add({span.row, span.memory, std::move(memory)});
+        const bool is_fragile = span.is_fragile && !memory->is_allocated();
+        registered->add({span.row, span.memory, std::move(memory), span.is_read_only, is_fragile});
     }
+    stay_on_device();
     return registered;
 }
 
 std::string UcxDriver::metadata() {
-    return describe(errors_, worker_->address(), *regions_);
+    return describe(errors_, token_, worker_->address(), *regions_);
 }
 
 std::unique_ptr<transfer::Connection> UcxDriver::connect(const std::string& name,
-                                                         std::string_view metadata) {
+                                                         std::string_view metadata,
+                                                         std::optional<pid_t> process) {
     const Description description = read_description(metadata);
     if (description.errors != errors_) {
         throw Error("HandshakeError",
@@ -216,14 +232,20 @@ std::unique_ptr<transfer::Connection> UcxDriver::connect(const std::string& name
                          description.errors == capi::kErrorPeer ? "on" : "off",
                          ", this agent with the opposite; UCX needs the same on both sides"));
     }
-    auto endpoint = std::make_shared<Endpoint>(worker_, description.address, errors_);
+    const std::string own = worker_->address();
+    if (!is_plausible_address(description.address, own)) {
+        throw Error("WireError", text("the UCX address of peer '", name, "', ",
+                                      description.address.size(), " bytes, is damaged"));
+    }
+    const std::string address = without_other_processes(description.address, own, process);
+    auto endpoint = std::make_shared<Endpoint>(worker_, address, errors_);
     auto regions = unpack_regions(endpoint, description);
     std::shared_ptr<Endpoint> spare;
     if (is_on_this_host(description) && !can_map(*regions)) {
         // If the peer connected first, UCX reuses its connection, which lacks the shared-memory
         // lanes. Create a second endpoint; keep the first, because closing it would close the
         // peer's.
-        spare = std::make_shared<Endpoint>(worker_, description.address, errors_);
+        spare = std::make_shared<Endpoint>(worker_, address, errors_);
         auto mapped = unpack_regions(spare, description);
         if (can_map(*mapped)) {
             std::swap(endpoint, spare);
@@ -231,9 +253,9 @@ std::unique_ptr<transfer::Connection> UcxDriver::connect(const std::string& name
         }
     }
     auto connection = std::make_unique<UcxConnection>(std::move(endpoint), std::move(regions), name,
-                                                      std::move(spare));
+                                                      description.token, xfers_, std::move(spare));
     // Connects now instead of with the first transfer; from then on the loss of the peer shows.
-    connection->send(kPing, {});
+    connection->send({.kind = AmRmaKind::kPing}, {});
     return connection;
 }
 
@@ -245,7 +267,7 @@ void UcxDriver::refresh(transfer::Connection& connection, std::string_view metad
 bool UcxDriver::is_alive(transfer::Connection& connection) {
     auto& peer = static_cast<UcxConnection&>(connection);
     try {
-        peer.send(kPing, {});
+        peer.send({.kind = AmRmaKind::kPing}, {});
     } catch (const NativeError&) {
         return false;
     }
@@ -269,7 +291,7 @@ void UcxDriver::notify(transfer::Connection& connection, const std::string& mess
     ByteWriter out;
     out.put_bytes(name_);
     out.put_raw(message);
-    static_cast<UcxConnection&>(connection).send(kNote, out.take());
+    static_cast<UcxConnection&>(connection).send({.kind = AmRmaKind::kNote}, out.take());
 }
 
 bool UcxDriver::receive(std::vector<transfer::Notification>& into) {

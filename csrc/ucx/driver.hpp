@@ -21,11 +21,13 @@ class UcxDriver final : public transfer::Driver {
               capi::ErrorMode errors = capi::kErrorPeer);
     ~UcxDriver() override { server_.close(); }
 
+    void expect_device_memory() override;
     std::unique_ptr<transfer::Registered> register_memory(
         std::span<const transfer::Span> spans) override;
     std::string metadata() override;
     std::unique_ptr<transfer::Connection> connect(const std::string& name,
-                                                  std::string_view metadata) override;
+                                                  std::string_view metadata,
+                                                  std::optional<pid_t> process) override;
     void refresh(transfer::Connection& connection, std::string_view metadata) override;
     bool is_alive(transfer::Connection& connection) override;
     using transfer::Driver::make;
@@ -37,13 +39,26 @@ class UcxDriver final : public transfer::Driver {
     bool arm() override;
 
   private:
+    void stay_on_device();
     void on_message(std::string_view header, std::string_view data);
 
     const std::shared_ptr<Context> context_;
     const std::string name_;
     const capi::ErrorMode errors_;
+    const std::uint64_t token_ = new_secret();
     const std::shared_ptr<LocalRegions> regions_;
     const std::shared_ptr<AmRmaXfers> xfers_ = std::make_shared<AmRmaXfers>();
+    /// From the first device memory on, until the worker, which is declared later, has gone.
+    struct OnDevice {
+        explicit OnDevice(transfer::DeviceContexts& all) : contexts(all) {}
+        ~OnDevice() {
+            scope = {};
+            contexts.release();
+        }
+        transfer::DeviceContexts& contexts;
+        transfer::DeviceContexts::Scope scope;
+    };
+    OnDevice device_{context_->devices()};
     std::vector<transfer::Notification> inbox_;
     std::optional<Error> receive_error_;
     // After the members that its callbacks write to, so that it is destroyed first.

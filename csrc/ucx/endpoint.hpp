@@ -40,7 +40,10 @@ class Endpoint : LiveCounted<Endpoint> {
     [[nodiscard]] const std::shared_ptr<Worker>& worker() const noexcept { return worker_; }
     /// The error that ended the connection.
     [[nodiscard]] std::optional<Status> failure() const noexcept { return failure_; }
+    [[nodiscard]] capi::ErrorMode errors() const noexcept { return errors_; }
     [[nodiscard]] bool is_closed() const noexcept { return handle_ == nullptr; }
+    /// Names of the transports that UCX chose for it.
+    [[nodiscard]] std::vector<std::string> transports() const;
     /// Whether any of its transports has gets and puts.
     [[nodiscard]] bool is_one_sided() const;
 

@@ -5,12 +5,13 @@
 #include <limits>
 
 #include "base/bytes.hpp"
+#include "base/mappings.hpp"
 
 namespace pynixlkv::ucx {
 
 namespace {
 
-constexpr std::string_view kMagic = "pnkvucx2";
+constexpr std::string_view kMagic = "pnkvucx3";
 // Sizes seen are 60 to 300 bytes; a device adds some tens.
 constexpr std::size_t kMaxAddressBytes = 1U << 16U;
 constexpr std::size_t kMaxKeyBytes = 1U << 12U;
@@ -30,11 +31,12 @@ const std::string& this_host() {
 
 }  // namespace
 
-std::string describe(capi::ErrorMode errors, const std::string& address,
+std::string describe(capi::ErrorMode errors, std::uint64_t token, const std::string& address,
                      const LocalRegions& regions) {
     ByteWriter out;
     out.put_raw(kMagic);
     out.put(static_cast<std::uint8_t>(errors));
+    out.put(token);
     out.put_bytes(address);
     const bool can_be_mapped =
         std::any_of(regions.all().begin(), regions.all().end(),
@@ -62,6 +64,7 @@ Description read_description(std::string_view bytes) {
                     text("the UCX metadata of the peer name error mode ", unsigned{errors}));
     }
     description.errors = static_cast<capi::ErrorMode>(errors);
+    description.token = in.get<std::uint64_t>();
     description.address = in.get_bytes();
     if (description.address.empty() || description.address.size() > kMaxAddressBytes) {
         throw Error("WireError",
@@ -107,14 +110,31 @@ bool is_on_this_host(const Description& description) {
 std::shared_ptr<const RemoteRegions> unpack_regions(const std::shared_ptr<Endpoint>& endpoint,
                                                     const Description& description) {
     auto regions = std::make_shared<RemoteRegions>();
+    struct Unpacked {
+        std::shared_ptr<RemoteKey> key;
+        Mappings mappings;  // that UCX made for it
+    };
     // Spans of one allocation, and all ordinary memory of some transports, have the same key.
-    std::map<std::string_view, std::shared_ptr<RemoteKey>> keys;
-    for (const auto& [row, packed] : description.regions) {
-        auto& key = keys[packed];
-        if (!key) {
+    std::map<std::string_view, Unpacked> keys;
+    const bool can_be_mapped = is_on_this_host(description);
+    for (auto [row, packed] : description.regions) {
+        auto& [key, mappings] = keys[packed];
+        if (!key && can_be_mapped) {
+            const Mappings before = Mappings::now();
+            key = std::make_shared<RemoteKey>(endpoint, packed);
+            mappings = Mappings::now().since(before);
+        } else if (!key) {
             key = std::make_shared<RemoteKey>(endpoint, packed);
         }
-        regions->add({row, key, static_cast<char*>(key->pointer(row.address))});
+        auto* direct = can_be_mapped ? static_cast<char*>(key->pointer(row.address)) : nullptr;
+        if (direct != nullptr) {
+            // UCX does not check what a region claims: nothing outside the key's memory is reached.
+            const auto begin = reinterpret_cast<std::uint64_t>(direct);
+            row.length = mappings.describe(begin, row.length).length;
+        }
+        if (row.length > 0) {
+            regions->add({row, key, direct});
+        }
     }
     return regions;
 }

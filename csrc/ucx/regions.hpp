@@ -50,6 +50,8 @@ struct LocalRegion {
     Descriptor row;
     transfer::Memory memory_type;
     std::shared_ptr<MemoryHandle> memory;
+    bool is_read_only = false;  ///< no peer may write
+    bool is_fragile = false;    ///< its pages can go: copy() says how to use it
 };
 
 struct RemoteRegion {
@@ -62,20 +64,22 @@ using LocalRegions = RegionMap<LocalRegion>;
 using RemoteRegions = RegionMap<RemoteRegion>;
 
 /// The metadata for a peer: error handling, the worker's address, the host if there is memory that
-/// its processes can map, and a key for each registered span.
+/// its processes can map, and a key for each registered span. The token shows the owner that the
+/// sender of a message has these metadata.
 struct Description {
     struct Region {
         Descriptor row;
         std::string_view packed_key;
     };
     capi::ErrorMode errors = capi::kErrorPeer;
+    std::uint64_t token = 0;
     std::string_view address;
     std::string_view host;
     std::vector<Region> regions;
 };
 
-[[nodiscard]] std::string describe(capi::ErrorMode errors, const std::string& address,
-                                   const LocalRegions& regions);
+[[nodiscard]] std::string describe(capi::ErrorMode errors, std::uint64_t token,
+                                   const std::string& address, const LocalRegions& regions);
 
 /// @return views into the bytes
 /// @throws Error WireError for bytes that `describe` does not write

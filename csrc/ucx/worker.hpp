@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -86,13 +87,20 @@ class Worker : LiveCounted<Worker> {
     explicit Worker(std::shared_ptr<Context> context);
     ~Worker();
 
-    /// Keep other threads out while the result lives.
+    struct Inside {
+        std::unique_lock<std::recursive_mutex> lock;
+        transfer::DeviceContexts::Scope context;
+    };
+    /// Keep other threads out, and the context of a device current, while the result lives.
     /// @throws Error ForkError in a child process
-    [[nodiscard]] std::unique_lock<std::recursive_mutex> enter() const;
-    [[nodiscard]] std::recursive_mutex& mutex() const noexcept { return mutex_; }
+    [[nodiscard]] Inside enter() const;
     [[nodiscard]] const std::shared_ptr<Context>& context() const noexcept { return context_; }
     [[nodiscard]] const Library& library() const noexcept { return context_->library(); }
     [[nodiscard]] capi::Worker handle() const noexcept { return handle_; }
+
+    /// Endpoints that have failed so far.
+    [[nodiscard]] std::uint64_t num_failures() const noexcept { return num_failures_; }
+    void note_failure() noexcept { ++num_failures_; }
 
     /// The address for a peer's endpoint.
     [[nodiscard]] std::string address() const;
@@ -134,6 +142,7 @@ class Worker : LiveCounted<Worker> {
     mutable std::recursive_mutex mutex_;
     capi::Worker handle_ = nullptr;
     int event_fd_ = -1;
+    std::uint64_t num_failures_ = 0;
     MessageHandler handler_;
 };
 

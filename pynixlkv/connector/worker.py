@@ -379,8 +379,10 @@ class ConnectorWorker:
         while not self._stopping.is_set():
             try:
                 due = self.poll()
+            except ClosedError:
+                return
             except Exception:
-                # A defect, or an agent that was closed too early. Go on for the other requests.
+                # A defect. Go on for the other requests.
                 _log.exception("the connector's thread cannot go on for a moment")
                 self.stats.count("errors")
                 due = _LONGEST_PAUSE_S
@@ -388,6 +390,8 @@ class ConnectorWorker:
                 return
             try:
                 seen = self._agent.wait_activity(seen, due)
+            except ClosedError:
+                return
             except PynixlkvError:
                 time.sleep(min(due, _LONGEST_PAUSE_S))
 

@@ -8,11 +8,9 @@ up while it runs is quarantined until its bytes have stopped moving.
 from __future__ import annotations
 
 import sys
-import time
 import warnings
-import weakref
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,7 +18,6 @@ from pynixlkv import _native
 from pynixlkv._arrays import first_outside, integers
 from pynixlkv._closeable import Closeable
 from pynixlkv._loader import load_nixl
-from pynixlkv._native.nixl import Backend, PreparedList, Registration, XferRequest
 from pynixlkv.errors import ClosedError, ConfigError
 from pynixlkv.nixl._enums import ThreadSync
 from pynixlkv.types import AgentName, MemorySpan, MemoryType
@@ -30,10 +27,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
+    from pynixlkv._native.nixl import Backend, PreparedList, Registration, XferRequest
     from pynixlkv.types import Operation
-
-
-_OwnerType = TypeVar("_OwnerType", Registration, PreparedList, XferRequest)
 
 
 class Notification(NamedTuple):
@@ -145,7 +140,7 @@ class Agent(_native.nixl.NativeAgent, Closeable):
         if not isinstance(name, str):
             raise ConfigError(f"the name of an agent is {name!r}; it must be a str")
         super().__init__(load_nixl(), name, **asdict(config or AgentConfig()))
-        self._owners: weakref.WeakSet[XferRequest | PreparedList | Registration] = weakref.WeakSet()
+        self._is_made = True
 
     # ---- life
 
@@ -157,34 +152,22 @@ class Agent(_native.nixl.NativeAgent, Closeable):
         Destroying it could write to freed memory here and abort the peer's process.
         """
         if self.is_closed or not self.is_here:
-            return self._close()
+            return self._end(0.0)
         if not timeout >= 0:
             raise ConfigError(f"timeout is {timeout!r}; it must be a number of seconds, 0 or more")
-        deadline = time.monotonic() + timeout
-        owners = list(self._owners)
-        for owner in owners:
-            if isinstance(owner, XferRequest):
-                owner.close(max(0.0, deadline - time.monotonic()))
-        left = self._drain(max(0.0, deadline - time.monotonic()))
-        if left:
-            self._close()
-            warnings.warn(
-                f"agent {self.name!r} was closed with {left} requests running; it and its "
-                "memory are kept for the life of the process",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
-            return False
-        for kind in (PreparedList, Registration):
-            for owner in owners:
-                if isinstance(owner, kind):
-                    owner.close()
-        return self._close()
+        if self._end(timeout):
+            return True
+        warnings.warn(
+            f"agent {self.name!r} was closed with {self.num_quarantined} requests running; it and "
+            "its memory are kept for the life of the process",
+            ResourceWarning,
+            stacklevel=2,
+            source=self,
+        )
+        return False
 
     def __del__(self) -> None:
-        # Without owners it was never finished.
-        if not hasattr(self, "_owners") or sys.is_finalizing():
+        if not hasattr(self, "_is_made") or sys.is_finalizing():
             return
         if self.is_here and not self.is_closed:
             warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=1, source=self)
@@ -192,10 +175,6 @@ class Agent(_native.nixl.NativeAgent, Closeable):
     def __repr__(self) -> str:
         running = f", {self.num_quarantined} requests quarantined" if self.num_quarantined else ""
         return f"<Agent {self.name!r}, {'closed' if self.is_closed else 'open'}{running}>"
-
-    def _adopt(self, owner: _OwnerType) -> _OwnerType:
-        self._owners.add(owner)
-        return owner
 
     # ---- memory
 
@@ -216,9 +195,7 @@ class Agent(_native.nixl.NativeAgent, Closeable):
         key). `keepalive` is held until the memory is deregistered.
         """
         rows = _rows("registered", descriptors)
-        return self._adopt(
-            self._register_mem(rows, memory_type, _blobs(metadata), keepalive, backends)
-        )
+        return self._register_mem(rows, memory_type, _blobs(metadata), keepalive, backends)
 
     def register_buffers(self, *buffers: object, backends: Sequence[Backend] = ()) -> Registration:
         """Register the memory of arrays and tensors, without copying, and keep them alive.
@@ -237,7 +214,7 @@ class Agent(_native.nixl.NativeAgent, Closeable):
         if memory is MemoryType.VRAM:
             self._require_vram(backends or self.backends)
         rows = np.array([(s.address, s.nbytes, s.device) for s in spans], dtype=np.uint64)
-        return self._adopt(self._register_mem(rows, memory, (), spans, backends))
+        return self._register_mem(rows, memory, (), spans, backends)
 
     def _require_vram(self, backends: Sequence[Backend]) -> None:
         if self.is_closed:
@@ -343,7 +320,7 @@ class Agent(_native.nixl.NativeAgent, Closeable):
         looks up descriptors best in address order.
         """
         rows = _rows("remote" if peer else "local", descriptors)
-        return self._adopt(self._prep_xfer_dlist(peer or "", rows, memory_type, backends))
+        return self._prep_xfer_dlist(peer or "", rows, memory_type, backends)
 
     def make_xfer_req(
         self,
@@ -363,17 +340,28 @@ class Agent(_native.nixl.NativeAgent, Closeable):
         `notification` is delivered to the peer after the last byte. `skip_merge` keeps NIXL from
         merging neighbours.
         """
-        request = self._make_xfer_req(
-            operation,
-            local,
-            _indices("local", local_indices, len(local)),
-            remote,
-            _indices("remote", remote_indices, len(remote)),
-            notification,
-            skip_merge,
-            backends,
-        )
-        return self._adopt(request)
+        try:
+            return self._make_xfer_req(
+                operation,
+                local,
+                local_indices,
+                remote,
+                remote_indices,
+                notification,
+                skip_merge,
+                backends,
+            )
+        except TypeError:  # other forms of indices, and wrong ones
+            return self._make_xfer_req(
+                operation,
+                local,
+                _indices("local", local_indices, len(local)),
+                remote,
+                _indices("remote", remote_indices, len(remote)),
+                notification,
+                skip_merge,
+                backends,
+            )
 
     def create_xfer_req(
         self,
@@ -392,10 +380,9 @@ class Agent(_native.nixl.NativeAgent, Closeable):
         Row i of one side pairs with row i of the other. `peer` may be this agent itself.
         """
         ours, theirs = _rows("local", local), _rows("remote", remote)
-        request = self._create_xfer_req(
+        return self._create_xfer_req(
             operation, ours, local_memory, theirs, remote_memory, peer, notification, backends
         )
-        return self._adopt(request)
 
     # ---- notifications
 

@@ -27,8 +27,8 @@ from pynixlkv.connector.metadata import (
 )
 from pynixlkv.connector.scheduler import ConnectorScheduler
 from pynixlkv.connector.staging import HostBlockPool, HostStaging, make_host_tensors
-from pynixlkv.connector.worker import ConnectorWorker
-from pynixlkv.errors import ConfigError, LibraryVersionError
+from pynixlkv.connector.worker import ConnectorWorker, Finished
+from pynixlkv.errors import LibraryVersionError, PynixlkvError
 from pynixlkv.handshake import Handshake
 from pynixlkv.vllm.caches import ParallelPlace, group_specs, kv_cache, layer_number
 from pynixlkv.vllm.content import content_digest
@@ -112,8 +112,10 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._computed: dict[str, int] = {}
         self._rejected: dict[str, str] = {}
         self._failing: dict[str, str] = {}  # rejected requests for the next results
+        self._not_sent: set[str] = set()  # the same for requests to hold
         self._copy: BlockCopy | None = None
         self._layer_numbers: dict[str, int] = {}
+        self._device: torch.device | None = None  # of the cache, once it is known
         self._is_step_begun = False
         # Without both of its caches vLLM numbers images instead of identifying them.
         features = vllm_config.model_config.multimodal_config
@@ -185,17 +187,24 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 content = cache(partial(self._content, request))
                 info = RequestInfo(request.request_id, request.num_prompt_tokens, params, content)
                 self._side.get_num_new_matched_tokens(info, 0)
-            except ConfigError as error:
-                # A bad request must not stop the engine.
-                _log.error("request %s: %s", request.request_id, error)
-                self._rejected[request.request_id] = str(error)
+            except Exception as error:
+                self._reject(request, error)
                 info = RequestInfo(request.request_id, request.num_prompt_tokens)
             self._infos[request.request_id] = info
         return info
 
+    def _reject(self, request: Request, error: Exception) -> None:
+        """Let a request fail as a failed load does: it must not stop the engine."""
+        is_defect = not isinstance(error, PynixlkvError)
+        _log.error("request %s: %s", request.request_id, error, exc_info=is_defect)
+        self._rejected[request.request_id] = str(error) or type(error).__name__
+
     def on_new_request(self, request: Request) -> None:
         """Keep the request's lease alive while it is queued."""
-        self._side.on_new_request(self._info(request))
+        try:
+            self._side.on_new_request(self._info(request))
+        except Exception as error:
+            self._reject(request, error)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -203,10 +212,13 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return how many tokens can be fetched beyond the local ones."""
         info = self._info(request)
         self._computed[request.request_id] = num_computed_tokens
-        if request.request_id in self._rejected:
-            count = request.num_prompt_tokens - num_computed_tokens
-            return count, count > 0
-        return self._side.get_num_new_matched_tokens(info, num_computed_tokens)
+        if request.request_id not in self._rejected:
+            try:
+                return self._side.get_num_new_matched_tokens(info, num_computed_tokens)
+            except Exception as error:
+                self._reject(request, error)
+        count = request.num_prompt_tokens - num_computed_tokens
+        return count, count > 0
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:  # noqa: ARG002
         """Return the groups that a load fills: all that take part in transfers."""
@@ -217,17 +229,19 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Start to fetch into the allocated blocks."""
+        if request.request_id not in self._rejected:
+            try:
+                self._side.update_state_after_alloc(
+                    self._info(request),
+                    self._tables(blocks.get_block_ids()),
+                    self._computed.get(request.request_id, 0),
+                    num_external_tokens,
+                )
+            except Exception as error:
+                self._reject(request, error)
         why = self._rejected.pop(request.request_id, None)
-        if why is not None:
-            if num_external_tokens:
-                self._failing[request.request_id] = why
-            return
-        self._side.update_state_after_alloc(
-            self._info(request),
-            self._tables(blocks.get_block_ids()),
-            self._computed.get(request.request_id, 0),
-            num_external_tokens,
-        )
+        if why is not None and num_external_tokens:
+            self._failing[request.request_id] = why
 
     def _tables(self, block_ids: tuple[list[int], ...]) -> BlockLists:
         selected = self._kv_cache_config.select_transfer_block_ids(block_ids)
@@ -251,10 +265,14 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         }
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
             info = self._infos.get(request_id)
-            if info is not None and info.params.do_remote_decode:
+            if info is None or not info.params.do_remote_decode:
+                continue
+            try:
                 until = min(computed[request_id] + count, info.num_prompt_tokens)
                 tables = self._tables(self._kv_cache_manager.get_block_ids(request_id))
                 self._side.save(info, tables, until)
+            except Exception:  # what is not pushed now is when the prompt is complete
+                _log.exception("request %s: its layers are not pushed in this step", request_id)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the reports of all workers."""
@@ -278,13 +296,17 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         info = self._info(request)
         for known in (self._infos, self._computed, self._rejected):
             known.pop(request.request_id, None)
-        return self._side.request_finished(
-            info,
-            self._tables(block_ids),
-            min(request.num_computed_tokens, request.num_prompt_tokens),
-            is_complete=request.status
-            in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED),
-        )
+        try:
+            return self._side.request_finished(
+                info,
+                self._tables(block_ids),
+                min(request.num_computed_tokens, request.num_prompt_tokens),
+                is_complete=request.status
+                in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED),
+            )
+        except Exception:
+            _log.exception("request %s cannot be handed over", request.request_id)
+            return self._side.request_finished(info, (), 0, is_complete=False)
 
     # ---- worker
 
@@ -295,6 +317,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         rank = get_pp_group().rank_in_group, get_tensor_model_parallel_rank()
         if self._options.layerwise:
             self._layer_numbers = {name: layer_number(name) for name in kv_caches}
+        self._device = next(iter(kv_caches.values())).device
         parallel = self._vllm_config.parallel_config
         describe = partial(
             kv_cache,
@@ -305,7 +328,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 dcp=(rank[1] % self._dcp, self._dcp),
                 interleave=parallel.cp_kv_cache_interleave_size,
             ),
-            is_opaque=next(iter(kv_caches.values())).device.type == "cpu",
+            is_opaque=self._device.type == "cpu",
             fp8_format=fp8_format(self._vllm_config.cache_config.cache_dtype),
             backends=_backends(self._vllm_config, list(kv_caches)),
         )
@@ -381,8 +404,14 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._is_step_begun = True
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _StepMetadata)
-        self._loader.start_load_kv(metadata.connector, work_so_far())
         self._failing.update(metadata.rejected)
+        step = metadata.connector
+        try:
+            self._loader.start_load_kv(step, work_so_far(self._device))
+        except Exception as error:
+            _log.exception("the requests of a step cannot begin")
+            self._failing.update(dict.fromkeys(step.reqs_to_recv, str(error)))
+            self._not_sent.update(step.reqs_to_send)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request runs only after all of it has arrived."""
@@ -402,18 +431,26 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _StepMetadata)
         if metadata.connector.reqs_to_save:
-            self._loader.save_kv_layer(number, work_so_far())
+            try:
+                self._loader.save_kv_layer(number, work_so_far(self._device))
+            except Exception:  # it is pushed when the prompt is complete
+                _log.exception("layer %s is not pushed in this step", layer_name)
 
     def wait_for_save(self) -> None:
         """Do nothing: held blocks stay until they are reported as sent."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Return the requests that have ended since the last step."""
-        finished = self._loader.get_finished()
+        try:
+            finished = self._loader.get_finished()
+        except Exception:
+            _log.exception("the requests that have ended are asked for again in the next step")
+            finished = Finished()
         failed = finished.failed.keys() | self._failing.keys()
-        self._failing = {}
+        sent = finished.sent | self._not_sent
+        self._failing, self._not_sent = {}, set()
         return KVConnectorTransferResults(
-            finished_sending=finished.sent,
+            finished_sending=sent,
             finished_recving=finished.received | failed,
             failed_recving=set(failed),
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import vllm
 
@@ -19,17 +19,15 @@ if TYPE_CHECKING:
 
     from vllm.config import ModelConfig, VllmConfig
 
-_ROPE = ("rope", "rotary")
-_ATTENTION = ("attention", "attn", "window", "layer_types", "chunk", "softcap", "sink")
-"""Parts of the names of settings that decide which keys a query meets, and how."""
-
 _UNRELATED = {
-    *("_name_or_path", "name_or_path", "transformers_version", "quantization_config"),
-    *("dtype", "torch_dtype", "use_cache", "id2label", "label2id", "_attn_implementation"),
+    *("_name_or_path", "name_or_path", "transformers_version", "_attn_implementation"),
+    *("dtype", "torch_dtype", "quantization_config", "initializer_range", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "problem_type"),
+    *("return_dict", "output_attentions", "output_hidden_states", "chunk_size_feed_forward"),
 }
-"""Settings of a model that do not decide what its keys and values mean, or are facts themselves."""
+"""Settings of a model that do not decide its keys and values, or that are facts of their own."""
 
-_MAX_SHOWN = 200
+_LONGEST = 200
 
 
 def compatibility(config: VllmConfig) -> dict[str, str]:
@@ -96,36 +94,29 @@ def _cache_facts(cache_dtype: str, model: ModelConfig) -> dict[str, object]:
 
 
 def _model_facts(model: ModelConfig, cache_dtype: str) -> dict[str, object]:
-    """Return the identity of a model's weights, its settings and the format of its cache."""
-    settings = dict(_settings(model.hf_config.to_dict()))
-    rope = {name for name in settings if any(part in name for part in _ROPE)}
-    attention = {name for name in settings if any(part in name for part in _ATTENTION)} - rope
+    """Return the identity of a model's weights, the format of its cache and its settings.
+
+    The settings are those of rope, attention and all else that decides keys and values.
+    """
     return {
         "model": model.model,
         "revision": getattr(model.hf_config, "_commit_hash", None) or model.revision,
         "code_revision": model.code_revision,
         "dtype": _type_name(model.dtype),
         **_cache_facts(cache_dtype, model),
-        "rope": _text({name: settings[name] for name in rope}),
-        "attention": _text({name: settings[name] for name in attention}),
-        "model_config": _text({name: settings[name] for name in {*settings} - rope - attention}),
+        **dict(_settings(model.hf_config.to_dict(), "config")),
     }
 
 
-def _settings(nested: dict[Any, Any], path: str = "") -> Iterator[tuple[str, object]]:
-    """Yield each setting of a nested configuration by its path."""
-    for key, value in nested.items():
-        if key in _UNRELATED:
-            continue
-        if isinstance(value, dict) and value:
-            yield from _settings(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", value
-
-
-def _text(settings: dict[str, object]) -> str:
-    """Return settings as text: in full if they are few, otherwise with a digest for their rest."""
-    text = json.dumps(settings, sort_keys=True, default=str)
-    if len(text) <= _MAX_SHOWN:
-        return text
-    return f"{text[:_MAX_SHOWN]}... sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+def _settings(value: object, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the settings of a nested configuration by their paths."""
+    if isinstance(value, dict) and value:
+        for key, setting in value.items():
+            if key not in _UNRELATED and setting is not None:
+                yield from _settings(setting, f"{path}.{key}")
+        return
+    text = json.dumps(value, sort_keys=True, default=str)
+    if len(text) > _LONGEST:
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        text = f"{text[:_LONGEST]}... sha256 {digest}"
+    yield path, text

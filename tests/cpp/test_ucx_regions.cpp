@@ -15,8 +15,9 @@ namespace {
 /// What describe() writes for two regions, written by hand: describe() itself needs a library.
 std::string description() {
     ByteWriter out;
-    out.put_raw("pnkvucx2");
+    out.put_raw("pnkvucx3");
     out.put(std::uint8_t{1});
+    out.put(std::uint64_t{7});
     out.put_bytes("the worker's address");
     out.put_bytes("the host");
     out.put(std::uint32_t{2});
@@ -45,6 +46,7 @@ TEST_CASE("a description is read as it was written") {
     const std::string bytes = description();
     const Description read = read_description(bytes);
     CHECK(read.errors == capi::kErrorPeer);
+    CHECK_EQ(read.token, std::uint64_t{7});
     CHECK_EQ(read.address, "the worker's address");
     CHECK_EQ(read.host, "the host");
     CHECK(!is_on_this_host(read));
@@ -66,8 +68,9 @@ TEST_CASE("impossible regions, addresses and counts are refused") {
                          std::string_view address = "a", std::uint32_t count = 1,
                          std::uint8_t errors = 1, std::string_view host = "") {
         ByteWriter out;
-        out.put_raw("pnkvucx2");
+        out.put_raw("pnkvucx3");
         out.put(errors);
+        out.put(std::uint64_t{7});
         out.put_bytes(address);
         out.put_bytes(host);
         out.put(count);

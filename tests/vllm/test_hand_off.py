@@ -45,14 +45,22 @@ def test_decode_continues_as_a_plain_engine_would(pair, expected, length):
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_decode_computes_nothing_of_the_prompt_itself(pair, expected, length):
-    """Handed another prompt, it must still continue the one whose blocks it gets."""
+def test_the_blocks_of_another_prompt_are_refused(request, pair, expected, length):
     prefill, decode = pair
     prompt, tokens = expected[length]
     (other,) = make_prompts([length], 2)
     other[-1] = prompt[-1]
-    answer = decode.generate(other, params=prefill.prefill(prompt))
-    assert answer.tokens == tokens
+    params = prefill.prefill(prompt)
+    answer = decode.generate(other, params=params)
+    if "NIXL_API" in request.node.callspec.id:
+        # vLLM's own connector does not notice; decode computes nothing of the prompt itself.
+        assert answer.tokens == tokens
+        return
+    assert answer.finish == "error"
+    assert params["content"] in decode.log.read_text()
+    assert decode.generate(other).tokens == prefill.generate(other).tokens
+    # They stay held for their own request.
+    assert decode.generate(prompt, params=params).tokens == tokens
 
 
 def test_the_engines_run_on_this_package(request, pair):

@@ -581,3 +581,66 @@ def test_layers_are_pushed_in_push_mode_only():
     extra = {"layerwise": True, "transfer_mode": "push"}
     assert PyNixlKVConnector.requires_piecewise_for_cudagraph(extra)
     assert not PyNixlKVConnector.requires_piecewise_for_cudagraph({})
+
+
+def broken(*_args, **_options):
+    raise RuntimeError("a defect")
+
+
+@pytest.mark.parametrize(
+    "place", ["on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc"]
+)
+def test_a_defect_in_a_consumer_fails_its_request_only(base, params, monkeypatch, place):
+    decode = Side(base, CONSUMER)
+    side = decode.scheduler.connector._side
+    with monkeypatch.context() as patch:
+        patch.setattr(side, place, broken)
+        decode.add("d-1", 70, params)
+        message, _ = decode.step()
+    assert message.rejected == {"d-1": "a defect"}
+    decode.add("d-2", 70, hand_over(base, 70)[1])
+    _, outputs = decode.step(failed=message.rejected)
+    assert outputs["d-1"].finish_reason is FinishReason.ERROR
+    decode.step(received={"d-2"})
+    assert decode.run()[1]["d-2"].finish_reason is FinishReason.LENGTH
+    decode.step()
+    decode.check_that_nothing_is_left()
+
+
+@pytest.mark.parametrize("place", ["_hand_over", "_cut", "save"])
+def test_a_defect_in_a_producer_fails_its_hand_off_only(base, monkeypatch, place):
+    producer = Side(base, PRODUCER, transfer_mode="push", layerwise=True)
+    side = producer.scheduler.connector._side
+    with monkeypatch.context() as patch:
+        patch.setattr(side, place, broken)
+        producer.add("p-1", 70, {"do_remote_decode": True})
+        _, outputs = producer.run()
+    assert outputs["p-1"].finish_reason is FinishReason.LENGTH
+    is_held = outputs["p-1"].kv_transfer_params is not None
+    assert is_held == (place == "save")
+    message, _ = producer.step(sent={"p-1"} if is_held else ())
+    assert ("p-1" in message.connector.reqs_not_held) != is_held
+    producer.add("p-2", 70, {"do_remote_decode": True})
+    assert producer.run()[1]["p-2"].kv_transfer_params
+    producer.step(sent={"p-2"})
+    producer.step()
+    producer.check_that_nothing_is_left()
+
+
+def test_a_step_that_a_worker_cannot_begin_fails_its_requests_only(base, params, monkeypatch):
+    decode, producer = Side(base, CONSUMER), Side(base, PRODUCER)
+    worker = worker_of(decode)
+    decode.add("d-1", 70, params)
+    producer.add("p-1", 70, {"do_remote_decode": True})
+    producer.run()
+    with monkeypatch.context() as patch:
+        patch.setattr(worker._worker, "start_load_kv", broken)
+        for side in (decode, producer):
+            worker.bind_connector_metadata(side.step()[0])
+            worker.start_load_kv(None)
+        patch.setattr(worker._worker, "get_finished", broken)
+        results = worker.get_transfer_results(set())
+    assert (results.failed_recving, results.finished_sending) == ({"d-1"}, {"p-1"})
+    worker._worker.finished.received.add("d-2")
+    results = worker.get_transfer_results(set())
+    assert (results.finished_recving, results.finished_sending) == ({"d-2"}, set())

@@ -1,0 +1,85 @@
+#include "transfer/process_identity.hpp"
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "base/error.hpp"
+#include "transfer/wake_socket.hpp"
+
+namespace pynixlkv::transfer {
+
+namespace {
+
+constexpr int kSocketType = SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK;
+
+/// The process that listens under an incarnation.
+std::optional<pid_t> find(const std::string& incarnation) {
+    const int fd = ::socket(AF_UNIX, kSocketType, 0);
+    const auto [address, length] = abstract_address(incarnation, "-id");
+    ucred owner{};
+    socklen_t size = sizeof owner;
+    const bool is_found =
+        fd >= 0 && ::connect(fd, reinterpret_cast<const sockaddr*>(&address), length) == 0 &&
+        ::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &owner, &size) == 0 && owner.pid > 0;
+    if (fd >= 0) {
+        ::close(fd);
+    }
+    return is_found ? std::optional(owner.pid) : std::nullopt;
+}
+
+}  // namespace
+
+IdentitySocket::IdentitySocket(const std::string& incarnation)
+    : fd_(::socket(AF_UNIX, kSocketType, 0)) {
+    const auto [address, length] = abstract_address(incarnation, "-id");
+    if (fd_ < 0 || ::bind(fd_, reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
+        ::listen(fd_, SOMAXCONN) != 0) {
+        const std::string reason = std::strerror(errno);
+        if (fd_ >= 0) {
+            ::close(fd_);
+        }
+        throw Error("StateError", "the agent's identity socket could not be made: " + reason);
+    }
+}
+
+IdentitySocket::~IdentitySocket() {
+    ::close(fd_);
+}
+
+void IdentitySocket::clear() const noexcept {
+    for (int fd = 0; (fd = ::accept(fd_, nullptr, nullptr)) >= 0;) {
+        ::close(fd);
+    }
+}
+
+std::optional<PeerProcess> PeerProcess::of(const std::string& incarnation) {
+    const auto id = find(incarnation);
+    if (!id) {
+        return std::nullopt;
+    }
+    PeerProcess process(*id, static_cast<int>(::syscall(SYS_pidfd_open, *id, 0)));
+    const bool is_gone = process.fd_ < 0 && errno == ESRCH;
+    // A child of a dead process can still have the socket, and another process its number.
+    if (is_gone || process.has_ended() || find(incarnation) != id) {
+        return std::nullopt;
+    }
+    return process;
+}
+
+PeerProcess::~PeerProcess() {
+    if (fd_ >= 0) {
+        ::close(fd_);
+    }
+}
+
+bool PeerProcess::has_ended() const noexcept {
+    pollfd ended{fd_, POLLIN, 0};  // without a descriptor nothing is known
+    return ::poll(&ended, 1, 0) > 0;
+}
+
+}  // namespace pynixlkv::transfer

@@ -1,0 +1,23 @@
+/// @file
+/// What can be checked of the address of a peer's worker before UCX reads it, which does so without
+/// knowing its length.
+#pragma once
+
+#include <sys/types.h>
+
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace pynixlkv::ucx {
+
+/// Whether UCX can read an address safely: its parts add up to its length, and the transports that
+/// are also in this process's address have parts of the same sizes. Contents are not checked.
+[[nodiscard]] bool is_plausible_address(std::string_view address, std::string_view own);
+
+/// The address without the transport that names a process of this host (cma, which reads and writes
+/// the memory of whatever process that is), unless it names the given one.
+[[nodiscard]] std::string without_other_processes(std::string_view address, std::string_view own,
+                                                  std::optional<pid_t> process);
+
+}  // namespace pynixlkv::ucx
