@@ -77,14 +77,10 @@ Positions: TypeAlias = "int | Mapping[str, int]"
 Registerable: TypeAlias = "KVCache | MemorySpan | object"
 """What `Agent.register` takes: a cache, a span, a torch tensor or a numpy array."""
 
-<<<<<<< HEAD
-_EXIT_TIMEOUT_S = 0.8
-_STOP_TIMEOUT_S = 0.2
-=======
 _log = logging.getLogger(__name__)
 
-_EXIT_TIMEOUT_S = 1.0
->>>>>>> cuda
+_EXIT_TIMEOUT_S = 0.8
+_STOP_TIMEOUT_S = 0.2
 _UINT64 = np.dtype(np.uint64)
 
 

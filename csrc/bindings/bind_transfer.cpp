@@ -150,6 +150,7 @@ void bind_transfer(py::module_ m) {
     py::classh<Peer>(m, "Peer")
         .def_property_readonly("name", &Peer::name)
         .def_property_readonly("generation", &Peer::generation)
+        .def_property_readonly("transports", [](const Peer& p) { return p.transports(); })
         .def_property_readonly("state", [](const Peer& p) { return static_cast<int>(p.state()); });
 
     py::classh<Transfer>(m, "Transfer")

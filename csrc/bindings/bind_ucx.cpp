@@ -38,13 +38,8 @@ using PyRequest = Shared<Request>;
 /// Call a function under the lock of a worker, without the GIL.
 template <class Body>
 auto inside(const Worker& worker, Body&& body) {
-<<<<<<< HEAD
     const GilRelease unlocked;
-    const auto lock = worker.enter();
-=======
-    const py::gil_scoped_release unlocked;
     const auto entered = worker.enter();
->>>>>>> cuda
     return body();
 }
 

@@ -63,8 +63,8 @@ void require_runs(std::vector<Run>& runs, const char* side) {
         }
         total = run.count > kMaxIndex - total ? kMaxIndex + 1 : total + run.count;
         if (total > kMaxIndex) {
-            throw Error("ConfigError", text("there are more ", side, " descriptors than ", kMaxIndex,
-                                            ", the largest index"));
+            throw Error("ConfigError", text("there are more ", side, " descriptors than ",
+                                            kMaxIndex, ", the largest index"));
         }
     }
     if (runs.empty()) {
@@ -429,8 +429,9 @@ bool Agent::is_stale(const std::vector<Pin>& pins) const {
 }
 
 bool Agent::is_stale(const XferBody& body) const {
-    return is_stale(body.pins) || std::any_of(body.lists.begin(), body.lists.end(),
-                                              [&](const auto& list) { return is_stale(list->pins_); });
+    return is_stale(body.pins) ||
+           std::any_of(body.lists.begin(), body.lists.end(),
+                       [&](const auto& list) { return is_stale(list->pins_); });
 }
 
 template <class Pinned>
@@ -501,12 +502,12 @@ void Agent::register_counted(Memory memory, Rows rows, std::span<const std::stri
         if (const auto* other = is_storage(memory) ? spans.find_device(rows[i].device) : nullptr) {
             const auto there = registrations_.at(other->owner).lock();
             if (there && there->memory_.blob(other->index) != blob) {
-                throw Error("AlreadyRegisteredError",
-                            text(memory_name(memory), " descriptor ", i, " (", rows[i].str(),
-                                 ") is for '", blob, "', but agent '", name(),
-                                 "' has registered device ", rows[i].device, " for '",
-                                 there->memory_.blob(other->index),
-                                 "'; give each file or object a device number of its own"));
+                throw Error(
+                    "AlreadyRegisteredError",
+                    text(memory_name(memory), " descriptor ", i, " (", rows[i].str(), ") is for '",
+                         blob, "', but agent '", name(), "' has registered device ", rows[i].device,
+                         " for '", there->memory_.blob(other->index),
+                         "'; give each file or object a device number of its own"));
             }
         }
         Registration* last = nullptr;

@@ -292,16 +292,12 @@ std::string RegisteredMemory::str() const {
                 rows_.size() > 1 ? text(" and ", rows_.size() - 1, " more") : std::string());
 }
 
-<<<<<<< HEAD
-void RegisteredMemory::add() {
-    list_ = make_reg_list(agent_->library(), memory_, rows_, blobs_);
-=======
 void RegisteredMemory::add(bool are_devices_known) {
     transfer::DeviceContexts::Scope inside;
     for (const Descriptor& row : memory_ == Memory::kVram ? rows() : Rows()) {
         std::tie(device_, inside) = agent_->devices().enter_for(row, are_devices_known);
     }
->>>>>>> cuda
+    list_ = make_reg_list(agent_->library(), memory_, rows_, blobs_);
     agent_->library().check(agent_->fn().register_mem(agent_->native(), list_.get(), args_.get()),
                             "register_mem", [&] {
                                 return text(agent_->about(), ", ", str(),

@@ -79,12 +79,6 @@ class NixlXfer final : public transfer::NativeXfer {
 
 NixlDriver::NixlDriver(std::shared_ptr<const Library> library, std::string name,
                        const DriverOptions& options)
-<<<<<<< HEAD
-    : agent_(std::make_shared<AgentHandle>(std::move(library), std::move(name), options.agent)),
-      backend_(agent_->create_backend(options.backend, options.backend_params)),
-      memory_types_(backend_->memory()),
-      args_(make_opt_args(agent_->library(), {.backends = {backend_}})) {}
-=======
     : library_(std::move(library)), name_(std::move(name)), options_(options) {
     make();
 }
@@ -95,7 +89,7 @@ void NixlDriver::make() {
     agent_.reset();  // its successor has the same name
     agent_ = std::make_shared<AgentHandle>(library_, name_, options_.agent);
     backend_ = agent_->create_backend(options_.backend, options_.backend_params);
-    memory_types_ = agent_->backend_info(*backend_).memory;
+    memory_types_ = backend_->memory();
     args_ = make_opt_args(agent_->library(), {.backends = {backend_}});
 }
 
@@ -109,7 +103,6 @@ void NixlDriver::expect_device_memory() {
     agent_->devices().retain_active();
     stay_on_device();
 }
->>>>>>> cuda
 
 std::unique_ptr<transfer::Registered> NixlDriver::register_memory(
     std::span<const transfer::Span> spans) {
@@ -117,8 +110,9 @@ std::unique_ptr<transfer::Registered> NixlDriver::register_memory(
     for (const transfer::Span& span : spans) {
         if (span.is_read_only) {
             throw Error("RegistrationError",
-                        text(span.row.str(), " is read-only, and NIXL would let peers write to it;"
-                                             " use a UcxAgent, or a copy in writable memory"));
+                        text(span.row.str(),
+                             " is read-only, and NIXL would let peers write to it;"
+                             " use a UcxAgent, or a copy in writable memory"));
         }
         by_memory[span.memory].push_back(span.row);
     }
@@ -155,8 +149,9 @@ std::string NixlDriver::metadata() {
     return agent_->local_metadata();
 }
 
-std::unique_ptr<transfer::Connection> NixlDriver::connect(
-    const std::string& name, std::string_view metadata, std::optional<pid_t> /*process*/) {
+std::unique_ptr<transfer::Connection> NixlDriver::connect(const std::string& name,
+                                                          std::string_view metadata,
+                                                          std::optional<pid_t> /*process*/) {
     const std::string loaded = agent_->load_remote_metadata(metadata);
     auto connection = std::make_unique<NixlConnection>(agent_, loaded);
     if (loaded != name) {

@@ -12,6 +12,17 @@ namespace pynixlkv::transfer {
 
 /// The functions of libcuda that are needed here; see NVIDIA's CUDA driver API.
 class CudaDriver {
+    const SharedLibrary library_{"libcuda.so.1"};
+
+    struct Symbol {
+        void (*address)();
+        template <class Function>
+        operator Function*() const {  // NOLINT(google-explicit-constructor)
+            return reinterpret_cast<Function*>(address);
+        }
+    };
+    [[nodiscard]] Symbol symbol(const char* name) const { return {library_.require<void()>(name)}; }
+
   public:
     /// @return null if the system has none
     /// @throws Error RegistrationError if it has one that fails
@@ -37,34 +48,17 @@ class CudaDriver {
         }
     }
 
-    template <class... Arguments>
-    using Function = int(Arguments...);
-
-    explicit CudaDriver(const SharedLibrary& library)
-        : init(library.require<Function<unsigned>>("cuInit")),
-          get_version(library.require<Function<int*>>("cuDriverGetVersion")),
-          get_error_string(library.require<Function<int, const char**>>("cuGetErrorString")),
-          device_count(library.require<Function<int*>>("cuDeviceGetCount")),
-          retain(library.require<Function<void**, int>>("cuDevicePrimaryCtxRetain")),
-          release(library.require<Function<int>>("cuDevicePrimaryCtxRelease_v2")),
-          get_state(library.require<Function<int, unsigned*, int*>>("cuDevicePrimaryCtxGetState")),
-          get_current(library.require<Function<void**>>("cuCtxGetCurrent")),
-          push(library.require<Function<void*>>("cuCtxPushCurrent_v2")),
-          pop(library.require<Function<void**>>("cuCtxPopCurrent_v2")),
-          get_attribute(
-              library.require<Function<void*, int, unsigned long long>>("cuPointerGetAttribute")) {}
-
-    Function<unsigned>* init;
-    Function<int*>* get_version;
-    Function<int, const char**>* get_error_string;
-    Function<int*>* device_count;
-    Function<void**, int>* retain;
-    Function<int>* release;
-    Function<int, unsigned*, int*>* get_state;
-    Function<void**>* get_current;
-    Function<void*>* push;
-    Function<void**>* pop;
-    Function<void*, int, unsigned long long>* get_attribute;
+    int (*init)(unsigned) = symbol("cuInit");
+    int (*get_version)(int*) = symbol("cuDriverGetVersion");
+    int (*get_error_string)(int, const char**) = symbol("cuGetErrorString");
+    int (*device_count)(int*) = symbol("cuDeviceGetCount");
+    int (*retain)(void**, int) = symbol("cuDevicePrimaryCtxRetain");
+    int (*release)(int) = symbol("cuDevicePrimaryCtxRelease_v2");
+    int (*get_state)(int, unsigned*, int*) = symbol("cuDevicePrimaryCtxGetState");
+    int (*get_current)(void**) = symbol("cuCtxGetCurrent");
+    int (*push)(void*) = symbol("cuCtxPushCurrent_v2");
+    int (*pop)(void**) = symbol("cuCtxPopCurrent_v2");
+    int (*get_attribute)(void*, int, unsigned long long) = symbol("cuPointerGetAttribute");
 };
 
 namespace {
@@ -80,7 +74,7 @@ OpenedDriver open_driver() {
         opened.failure = Error("RegistrationError", "device memory cannot be used: " + why);
     };
     try {
-        opened.driver.emplace(SharedLibrary("libcuda.so.1"));
+        opened.driver.emplace();
     } catch (const Error& e) {
         if (e.kind() != "LibraryNotFoundError") {
             fail(text("the CUDA driver is too old: ", e.what()));

@@ -46,7 +46,11 @@ class NativeXfer : public Polymorphic {
 };
 
 /// The connection to one generation of one peer, as the library knows it.
-class Connection : public Polymorphic {};
+class Connection : public Polymorphic {
+  public:
+    /// Names of the transports it may use; empty if the library does not say.
+    [[nodiscard]] virtual std::vector<std::string> transports() const { return {}; }
+};
 
 /// Memory that the library has registered. Destroying it deregisters.
 class Registered : public Polymorphic {};

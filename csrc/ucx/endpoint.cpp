@@ -65,7 +65,7 @@ void Endpoint::on_error(void* argument, capi::Endpoint /*handle*/, Status status
     self->worker_->note_failure();
 }
 
-bool Endpoint::is_one_sided() const {
+std::vector<std::string> Endpoint::transports() const {
     std::array<capi::Transport, kMaxTransports> transports{};
     capi::EndpointAttr attr{};
     attr.mask = capi::EndpointAttr::kTransports;
@@ -74,11 +74,18 @@ bool Endpoint::is_one_sided() const {
     attr.transport_bytes = sizeof(capi::Transport);
     worker_->library().check(fn().ep_query(usable(), &attr), "ucp_ep_query",
                              [] { return "asking for the transports of a connection"; });
-    return std::any_of(transports.begin(), transports.begin() + attr.num_transports,
-                       [](const capi::Transport& transport) {
-                           return std::find(kTwoSided.begin(), kTwoSided.end(), transport.name) ==
-                                  kTwoSided.end();
-                       });
+    std::vector<std::string> names;
+    for (std::size_t i = 0; i < attr.num_transports; ++i) {
+        names.emplace_back(transports[i].name);
+    }
+    return names;
+}
+
+bool Endpoint::is_one_sided() const {
+    const std::vector<std::string> names = transports();
+    return std::any_of(names.begin(), names.end(), [](const std::string& name) {
+        return std::find(kTwoSided.begin(), kTwoSided.end(), name) == kTwoSided.end();
+    });
 }
 
 capi::Endpoint Endpoint::usable() const {

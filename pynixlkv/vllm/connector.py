@@ -404,14 +404,10 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._is_step_begun = True
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _StepMetadata)
-<<<<<<< HEAD
-=======
-        self._loader.start_load_kv(metadata.connector, work_so_far(self._device))
->>>>>>> cuda
         self._failing.update(metadata.rejected)
         step = metadata.connector
         try:
-            self._loader.start_load_kv(step, work_so_far())
+            self._loader.start_load_kv(step, work_so_far(self._device))
         except Exception as error:
             _log.exception("the requests of a step cannot begin")
             self._failing.update(dict.fromkeys(step.reqs_to_recv, str(error)))
@@ -435,14 +431,10 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _StepMetadata)
         if metadata.connector.reqs_to_save:
-<<<<<<< HEAD
             try:
-                self._loader.save_kv_layer(number, work_so_far())
+                self._loader.save_kv_layer(number, work_so_far(self._device))
             except Exception:  # it is pushed when the prompt is complete
                 _log.exception("layer %s is not pushed in this step", layer_name)
-=======
-            self._loader.save_kv_layer(number, work_so_far(self._device))
->>>>>>> cuda
 
     def wait_for_save(self) -> None:
         """Do nothing: held blocks stay until they are reported as sent."""

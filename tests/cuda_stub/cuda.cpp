@@ -20,7 +20,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdio>
@@ -31,7 +30,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <set>
 #include <sstream>
 #include <string>
@@ -387,63 +385,42 @@ unsigned long long add_handle(std::shared_ptr<Memory> memory) {
     return handle;
 }
 
+struct Attribute {
+    std::size_t width;  ///< 0 for attributes that are not known here
+    std::uint64_t value;
+};
+
 /// Attributes of CUpointer_attribute that UCX and this project ask for.
-Result attribute_of(const Range& range, Address base, int attribute, void* value) {
-    Driver& d = driver();
+Attribute attribute_of(const Range& range, Address base, int attribute) {
+    const auto context =
+        reinterpret_cast<std::uint64_t>(&driver().contexts[static_cast<std::size_t>(range.device)]);
+    const bool is_legacy = !range.is_vmm && range.handle.empty();
     switch (attribute) {
         case 1:  // CONTEXT; [U] null for memory that belongs to no context, such as VMM
-            *static_cast<void**>(value) =
-                range.is_vmm ? nullptr : &d.contexts[static_cast<std::size_t>(range.device)];
-            return kSuccess;
+            return {8, range.is_vmm ? 0 : context};
         case 2:  // MEMORY_TYPE: device
-            *static_cast<unsigned*>(value) = 2;
-            return kSuccess;
+            return {4, 2};
         case 6:  // SYNC_MEMOPS
         case 8:  // IS_MANAGED
-            *static_cast<int*>(value) = 0;
-            return kSuccess;
+            return {4, 0};
         case 7:  // BUFFER_ID
-            *static_cast<unsigned long long*>(value) = range.id;
-            return kSuccess;
+            return {8, range.id};
         case 9:  // DEVICE_ORDINAL
-            *static_cast<int*>(value) = range.device;
-            return kSuccess;
-        case 10:  // IS_LEGACY_CUDA_IPC_CAPABLE; [M] cuIpcGetMemHandle takes memory of cuMemAlloc
-                  // only
-            *static_cast<int*>(value) = range.is_vmm || !range.handle.empty() ? 0 : 1;
-            return kSuccess;
+            return {4, static_cast<std::uint64_t>(range.device)};
+        case 10:  // IS_LEGACY_CUDA_IPC_CAPABLE; [M] cuIpcGetMemHandle
+            return {4, is_legacy ? 1U : 0U};
         case 11:  // RANGE_START_ADDR
-            *static_cast<Address*>(value) = base;
-            return kSuccess;
+            return {8, base};
         case 12:  // RANGE_SIZE
-            *static_cast<std::size_t*>(value) = range.size;
-            return kSuccess;
+            return {8, range.size};
         case 13:  // MAPPED
-            *static_cast<int*>(value) = 1;
-            return kSuccess;
+            return {4, 1};
         case 14:  // ALLOWED_HANDLE_TYPES
-            *static_cast<std::uint64_t*>(value) =
-                static_cast<std::uint64_t>(range.memory->handle_types);
-            return kSuccess;
+            return {8, range.memory ? static_cast<std::uint64_t>(range.memory->handle_types) : 0};
         case 17:  // MEMPOOL_HANDLE
-            *static_cast<void**>(value) = nullptr;
-            return kSuccess;
+            return {8, 0};
         default:
-            return kInvalidValue;
-    }
-}
-
-std::size_t width_of(int attribute) {
-    switch (attribute) {
-        case 1:
-        case 7:
-        case 11:
-        case 12:
-        case 14:
-        case 17:
-            return 8;
-        default:
-            return 4;
+            return {0, 0};
     }
 }
 
@@ -532,20 +509,9 @@ Result cuDeviceGetName(char* name, int length, int device) {
     return kSuccess;
 }
 
-Result cuDeviceGetUuid_v2(void* uuid, int device) {
+Result cuDeviceGetUuid(void* uuid, int device) {
     REQUIRE(is_device(device), kInvalidDevice);
     std::memset(uuid, 0xa0 + driver().visible[static_cast<std::size_t>(device)], 16);
-    return kSuccess;
-}
-
-Result cuDeviceGetUuid(void* uuid, int device) {
-    return cuDeviceGetUuid_v2(uuid, device);
-}
-
-Result cuDeviceGetPCIBusId(char* id, int length, int device) {
-    REQUIRE(is_device(device), kInvalidDevice);
-    std::snprintf(id, static_cast<std::size_t>(length), "0000:%02x:00.0",
-                  0x10 + driver().visible[static_cast<std::size_t>(device)]);
     return kSuccess;
 }
 
@@ -735,7 +701,9 @@ Result cuPointerGetAttribute(void* value, int attribute, Address address) {
     // [U] "If ptr was not allocated by, mapped by, or registered with a CUcontext ...
     // CUDA_ERROR_INVALID_VALUE is returned"
     REQUIRE(range != nullptr, kInvalidValue);
-    return attribute_of(*range, base, attribute, value);
+    const Attribute found = attribute_of(*range, base, attribute);
+    std::memcpy(value, &found.value, found.width);
+    return found.width > 0 ? kSuccess : kInvalidValue;
 }
 
 /// [U] Unlike cuPointerGetAttribute, "this function will not return an error when the ptr ... is
@@ -746,12 +714,9 @@ Result cuPointerGetAttributes(unsigned count, int* attributes, void** values, Ad
     Address base = 0;
     const Range* range = find(address, 1, &base);
     for (unsigned i = 0; i < count; ++i) {
-        if (range == nullptr) {
-            std::memset(values[i], 0, width_of(attributes[i]));
-        } else if (const Result result = attribute_of(*range, base, attributes[i], values[i]);
-                   result != kSuccess) {
-            return result;
-        }
+        Attribute found = attribute_of(range != nullptr ? *range : Range(), base, attributes[i]);
+        found.value = range != nullptr ? found.value : 0;
+        std::memcpy(values[i], &found.value, found.width);
     }
     return kSuccess;
 }
@@ -802,15 +767,6 @@ Result cuMemcpyHtoD_v2(Address to, const void* from, std::size_t length) {
     char* target = side_of_copy(to, length);
     REQUIRE(target != nullptr && is_device_address(to), kInvalidValue);
     std::memcpy(target, from, length);
-    return kSuccess;
-}
-
-Result cuMemcpyDtoH_v2(void* to, Address from, std::size_t length) {
-    const Lock lock = locked();
-    REQUIRE_CONTEXT();
-    const char* source = side_of_copy(from, length);
-    REQUIRE(source != nullptr && is_device_address(from), kInvalidValue);
-    std::memcpy(to, source, length);
     return kSuccess;
 }
 
