@@ -279,10 +279,10 @@ class ToyEngine:
             self._drop(request_id)
         return answer
 
-    def begin(self, request_id: str, prompt: int, num_tokens: int) -> None:
+    def begin(self, request_id: str, prompt: int, num_tokens: int, **params: object) -> None:
         """Take a prompt that is computed in chunks, to be handed over."""
-        params = KVTransferParams(do_remote_decode=True)
-        info = RequestInfo(request_id, num_tokens, params, partial(content, prompt))
+        asked = KVTransferParams.from_dict({"do_remote_decode": True, **params})
+        info = RequestInfo(request_id, num_tokens, asked, partial(content, prompt))
         self.requests[request_id] = ToyRequest(info, prompt, [])
 
     def compute(self, request_id: str, until: int) -> None:
