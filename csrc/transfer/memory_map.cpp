@@ -53,16 +53,10 @@ void MemoryMap::add(Owner owner, std::span<const Span> spans) {
 }
 
 void MemoryMap::add_overlapping(Owner owner, const Span& span) {
-<<<<<<< HEAD
     auto& owned = by_owner_[owner];
     const auto index = static_cast<std::uint32_t>(owned.size());
     owned.push_back(spans_.emplace(Key{span.row.device, span.row.address},
-                                   Entry{span.row, span.memory, owner, index}));
-=======
-    by_owner_[owner].push_back(spans_.emplace(Key{span.row.device, span.row.address},
-                                              Entry{span.row, span.memory, owner,
-                                                    span.is_read_only}));
->>>>>>> native
+                                   Entry{span.row, span.memory, owner, index, span.is_read_only}));
     longest_ = std::max(longest_, span.row.length);
 }
 

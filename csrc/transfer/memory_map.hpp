@@ -28,11 +28,8 @@ class MemoryMap {
         Descriptor row;
         Memory memory;
         Owner owner;
-<<<<<<< HEAD
         std::uint32_t index;  ///< of the span among those of its owner
-=======
         bool is_read_only = false;
->>>>>>> native
     };
 
     /// @throws Error("AlreadyRegisteredError") when the row overlaps a span that is there, or
