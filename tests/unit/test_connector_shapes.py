@@ -47,7 +47,7 @@ def test_opaque_pages_of_unlike_shapes_are_refused_at_first_contact(mode, tp, op
         decode.arrive("d", 0, 13, prefill.prefill("p", 0, 13))
         decode.schedule("d", 0)
         world.until(lambda: "d" in world.outcomes["D"].failed)
-        assert all(re.search(message, end.reason) for end in world.outcomes["D"].failed["d"])
+        assert all(re.search(message, str(end.error)) for end in world.outcomes["D"].failed["d"])
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
