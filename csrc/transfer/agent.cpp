@@ -153,8 +153,8 @@ std::shared_ptr<Registration> Agent::register_memory(std::vector<Span> spans) {
     for (Span& span : spans) {
         if (span.memory == Memory::kDram && !mappings.empty()) {
             const auto range = mappings.describe(span.row.address, span.row.length);
-            span.is_read_only |= range.is_mapped && !range.is_writable;
-            span.is_fragile = range.is_of_file || !range.is_mapped;
+            span.is_read_only |= !range.is_writable;
+            span.is_fragile = range.is_of_file || range.length < span.row.length;
         }
     }
     auto registration =
@@ -212,7 +212,7 @@ std::shared_ptr<Transfer> Agent::submit(Submission submission) {
     active.deadline =
         submission.timeout < TimePoint::max() - now ? now + submission.timeout : TimePoint::max();
     active.remote_memory = submission.peer->cover(*remote, submission.op == Op::kWrite).memory;
-    std::tie(active.local_memory, active.uses) = 
+    std::tie(active.local_memory, active.uses) =
         shared_->registrations.use(*local, submission.op == Op::kRead);
     active.notify = std::move(submission.notify);
     active.tables = std::move(submission.tables);

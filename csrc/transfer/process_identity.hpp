@@ -34,8 +34,7 @@ class PeerProcess {
   public:
     /// @return nothing if the agent is on another host, or its process has ended
     [[nodiscard]] static std::optional<PeerProcess> of(const std::string& incarnation);
-    PeerProcess(PeerProcess&& other) noexcept
-        : id_(other.id_), fd_(std::exchange(other.fd_, -1)) {}
+    PeerProcess(PeerProcess&& other) noexcept : id_(other.id_), fd_(std::exchange(other.fd_, -1)) {}
     PeerProcess& operator=(PeerProcess&& other) noexcept {
         std::swap(id_, other.id_);
         std::swap(fd_, other.fd_);

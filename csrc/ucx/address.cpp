@@ -12,8 +12,8 @@ namespace pynixlkv::ucx {
 
 namespace {
 
-// Version 1 of the format, as `ucp_address_unpack` in src/ucp/wireup/address.c reads it (UCX 1.18 to
-// 1.23). Bits of the first byte, of that before a device's address, and of that before a
+// Version 1 of the format, as `ucp_address_unpack` in src/ucp/wireup/address.c reads it (UCX 1.18
+// to 1.23). Bits of the first byte, of that before a device's address, and of that before a
 // transport's:
 constexpr unsigned kVersion = 0x0F;
 constexpr unsigned kHasName = 0x10;
@@ -91,8 +91,8 @@ Transports read(std::string_view address, std::size_t attribute_bytes) {
             }
             const auto device = in.get_raw(device_flags & kDeviceLength);
             while (!is_last) {
-                Transport transport{address.size() - in.num_left(), in.get<std::uint16_t>(), device,
-                                    {}};
+                Transport transport{
+                    address.size() - in.num_left(), in.get<std::uint16_t>(), device, {}};
                 (void)in.get_raw(attribute_bytes);
                 const auto length = in.get<std::uint8_t>();
                 if ((length & kHasEndpoint) != 0 || transports.size() == kMaxTransports) {

@@ -17,6 +17,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -33,12 +34,20 @@ class AmRmaXfers {
     /// @return its number, never reused
     std::uint64_t add(AmRmaXfer* xfer);
     void remove(std::uint64_t number) { xfers_.erase(number); }
-    /// Handle kData or kEnd; drops those of other connections and for transfers that have ended.
+    /// Expect a kOpened. A connection that closes earlier leaves its sockets to UCX for ever.
+    void expect_open(std::uint64_t connection) { unopened_.insert(connection); }
+    [[nodiscard]] bool is_unopened(std::uint64_t connection) const {
+        return unopened_.contains(connection);
+    }
+    void forget(std::uint64_t connection) { unopened_.erase(connection); }
+    /// Handle kOpened, kData or kEnd; drops those of other connections and for transfers that have
+    /// ended.
     void on_message(const AmRmaHeader& header, std::string_view data);
 
   private:
     std::uint64_t last_ = 0;
     std::unordered_map<std::uint64_t, AmRmaXfer*> xfers_;
+    std::unordered_set<std::uint64_t> unopened_;
 };
 
 /// A transfer between host memory at both ends.
@@ -110,7 +119,7 @@ class AmRmaServer {
         std::deque<Read> reads;
         std::deque<End> ends;
         std::unordered_map<std::uint64_t, std::uint64_t>
-            due;  ///< missing bytes of each write; 0: refused
+            due;                   ///< missing bytes of each write; 0: refused
         std::size_t num_rows = 0;  ///< of the reads
         bool is_listed = false;    ///< in busy_
         bool is_over = false;
@@ -131,10 +140,10 @@ class AmRmaServer {
     const std::shared_ptr<const LocalRegions> regions_;
     // Messages can arrive while one is removed, so additions must leave the others in place.
     std::map<std::uint64_t, Client> clients_;
-    std::vector<std::uint64_t> busy_;     ///< clients to look at in the next turn
-    std::deque<std::uint64_t> newest_;    ///< the last to come, which may be unopened
-    std::deque<std::uint64_t> gone_;      ///< the last to close, whose late messages are dropped
-    std::uint64_t num_failures_seen_ = 0; ///< of the worker's
+    std::vector<std::uint64_t> busy_;      ///< clients to look at in the next turn
+    std::deque<std::uint64_t> newest_;     ///< the last to come, which may be unopened
+    std::deque<std::uint64_t> gone_;       ///< the last to close, whose late messages are dropped
+    std::uint64_t num_failures_seen_ = 0;  ///< of the worker's
     bool is_closed_ = false;
 };
 

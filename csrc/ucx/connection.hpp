@@ -45,10 +45,12 @@ class Outbox {
     std::deque<std::unique_ptr<Message>> messages_;
 };
 
+class AmRmaXfers;
+
 class UcxConnection final : public transfer::Connection {
   public:
     UcxConnection(std::shared_ptr<Endpoint> to, std::shared_ptr<const RemoteRegions> keys,
-                  std::string peer, std::uint64_t its_token,
+                  std::string peer, std::uint64_t its_token, std::shared_ptr<AmRmaXfers> answers,
                   std::shared_ptr<Endpoint> spare = {});
     ~UcxConnection() override;
 
@@ -69,6 +71,9 @@ class UcxConnection final : public transfer::Connection {
         }
     }
 
+    [[nodiscard]] std::vector<std::string> transports() const override {
+        return endpoint->transports();
+    }
     [[nodiscard]] bool is_quiet() { return outbox_.num_waiting() == 0; }
 
     const std::string name;
@@ -87,6 +92,7 @@ class UcxConnection final : public transfer::Connection {
         return !is_one_sided || endpoint->errors() == capi::kErrorPeer;
     }
 
+    const std::shared_ptr<AmRmaXfers> answers_;
     /// Unused; closing it would close the peer's own connection.
     const std::shared_ptr<Endpoint> spare_;
     Outbox outbox_;
