@@ -353,7 +353,7 @@ def test_a_read_only_array_is_a_source_and_its_neighbours_are_not() -> None:
 
 
 @pytest.mark.parametrize("copying", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_what_names_memory_is_not_copied(copying: Callable[[object], object]) -> None:
+def test_what_names_memory_is_not_copied(copying) -> None:
     made = cache()
     for thing in (made, made.spans[0], made.geometry, {"a": made}):
         if copying is not copy.copy or thing is made:
