@@ -18,7 +18,7 @@ namespace pynixlkv {
 
 /// What all pages of a range have in common.
 struct MappedRange {
-    bool is_mapped = true;
+    std::uint64_t length = 0;  ///< as far as it is mapped without a gap
     bool is_writable = true;
     bool is_of_file = false;  ///< in part; another process can truncate it
 };
@@ -63,7 +63,6 @@ class Mappings {
                                    [](std::uint64_t a, const Mapping& m) { return a < m.end; });
         for (; length > 0; ++at) {
             if (at == all_.end() || at->begin > address) {
-                range.is_mapped = false;
                 break;
             }
             range.is_writable &= at->is_writable;
@@ -71,6 +70,7 @@ class Mappings {
             const std::uint64_t inside = std::min(length, at->end - address);
             address += inside;
             length -= inside;
+            range.length += inside;
         }
         return range;
     }

@@ -153,8 +153,8 @@ std::shared_ptr<Registration> Agent::register_memory(std::vector<Span> spans) {
     for (Span& span : spans) {
         if (span.memory == Memory::kDram && !mappings.empty()) {
             const auto range = mappings.describe(span.row.address, span.row.length);
-            span.is_read_only |= range.is_mapped && !range.is_writable;
-            span.is_fragile = range.is_of_file || !range.is_mapped;
+            span.is_read_only |= !range.is_writable;
+            span.is_fragile = range.is_of_file || range.length < span.row.length;
         }
     }
     auto registration =

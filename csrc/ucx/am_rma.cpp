@@ -73,6 +73,10 @@ std::uint64_t AmRmaXfers::add(AmRmaXfer* xfer) {
 }
 
 void AmRmaXfers::on_message(const AmRmaHeader& header, std::string_view data) {
+    if (header.kind == AmRmaKind::kOpened) {
+        forget(header.connection);
+        return;
+    }
     const auto found = xfers_.find(header.xfer);
     if (found == xfers_.end()) {
         return;
@@ -342,6 +346,8 @@ bool AmRmaServer::serve(std::uint64_t number, Client& client) {
     if (!client.endpoint) {
         client.endpoint = std::make_shared<Endpoint>(worker_, client.address, errors_);
         client.outbox = std::make_unique<Outbox>(client.endpoint);
+        client.outbox->send(make_header({.kind = AmRmaKind::kOpened, .connection = number}), {},
+                            "a client");
     }
     int count = 0;
     for (; count < kMaxPieces && client.outbox->num_waiting() < kMaxWaiting; ++count) {

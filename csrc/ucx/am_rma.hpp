@@ -17,6 +17,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -33,12 +34,20 @@ class AmRmaXfers {
     /// @return its number, never reused
     std::uint64_t add(AmRmaXfer* xfer);
     void remove(std::uint64_t number) { xfers_.erase(number); }
-    /// Handle kData or kEnd; drops those of other connections and for transfers that have ended.
+    /// Expect a kOpened. A connection that closes earlier leaves its sockets to UCX for ever.
+    void expect_open(std::uint64_t connection) { unopened_.insert(connection); }
+    [[nodiscard]] bool is_unopened(std::uint64_t connection) const {
+        return unopened_.contains(connection);
+    }
+    void forget(std::uint64_t connection) { unopened_.erase(connection); }
+    /// Handle kOpened, kData or kEnd; drops those of other connections and for transfers that have
+    /// ended.
     void on_message(const AmRmaHeader& header, std::string_view data);
 
   private:
     std::uint64_t last_ = 0;
     std::unordered_map<std::uint64_t, AmRmaXfer*> xfers_;
+    std::unordered_set<std::uint64_t> unopened_;
 };
 
 /// A transfer between host memory at both ends.

@@ -51,22 +51,26 @@ std::size_t Outbox::num_waiting() {
 
 UcxConnection::UcxConnection(std::shared_ptr<Endpoint> to,
                              std::shared_ptr<const RemoteRegions> keys, std::string peer,
-                             std::uint64_t its_token, std::shared_ptr<Endpoint> spare)
+                             std::uint64_t its_token, std::shared_ptr<AmRmaXfers> answers,
+                             std::shared_ptr<Endpoint> spare)
     : name(std::move(peer)),
       endpoint(std::move(to)),
       regions(std::move(keys)),
       token(its_token),
       number(new_secret()),
       is_one_sided(endpoint->is_one_sided()),
+      answers_(std::move(answers)),
       spare_(std::move(spare)),
       outbox_(endpoint) {
     if (is_told()) {
+        answers_->expect_open(number);
         send({.kind = AmRmaKind::kOpen}, endpoint->worker()->address());
     }
 }
 
 UcxConnection::~UcxConnection() {
     if (is_told() && !endpoint->failure()) {
+        progress_until(kLeaveDeadline, [this] { return !answers_->is_unopened(number); });
         try {
             send({.kind = AmRmaKind::kClose}, {});
         } catch (const NativeError&) {
@@ -74,6 +78,7 @@ UcxConnection::~UcxConnection() {
         }
     }
     progress_until(kLeaveDeadline, [this] { return is_quiet(); });
+    answers_->forget(number);
     regions.reset();
     endpoint->close();
 }

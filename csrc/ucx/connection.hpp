@@ -45,10 +45,13 @@ class Outbox {
     std::deque<std::unique_ptr<Message>> messages_;
 };
 
+class AmRmaXfers;
+
 class UcxConnection final : public transfer::Connection {
   public:
     UcxConnection(std::shared_ptr<Endpoint> to, std::shared_ptr<const RemoteRegions> keys,
-                  std::string peer, std::uint64_t its_token, std::shared_ptr<Endpoint> spare = {});
+                  std::string peer, std::uint64_t its_token, std::shared_ptr<AmRmaXfers> answers,
+                  std::shared_ptr<Endpoint> spare = {});
     ~UcxConnection() override;
 
     /// Send a message as this connection's.
@@ -89,6 +92,7 @@ class UcxConnection final : public transfer::Connection {
         return !is_one_sided || endpoint->errors() == capi::kErrorPeer;
     }
 
+    const std::shared_ptr<AmRmaXfers> answers_;
     /// Unused; closing it would close the peer's own connection.
     const std::shared_ptr<Endpoint> spare_;
     Outbox outbox_;

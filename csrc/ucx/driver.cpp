@@ -166,7 +166,8 @@ void UcxDriver::on_message(std::string_view header, std::string_view data) {
         return;
     }
     try {
-        if (read->kind == AmRmaKind::kData || read->kind == AmRmaKind::kEnd) {
+        if (read->kind == AmRmaKind::kOpened || read->kind == AmRmaKind::kData ||
+            read->kind == AmRmaKind::kEnd) {
             xfers_->on_message(*read, data);
         } else if (read->token != token_ || read->kind == AmRmaKind::kPing) {
             // A stranger's, or nothing to do.
@@ -252,7 +253,7 @@ std::unique_ptr<transfer::Connection> UcxDriver::connect(const std::string& name
         }
     }
     auto connection = std::make_unique<UcxConnection>(std::move(endpoint), std::move(regions), name,
-                                                      description.token, std::move(spare));
+                                                      description.token, xfers_, std::move(spare));
     // Connects now instead of with the first transfer; from then on the loss of the peer shows.
     connection->send({.kind = AmRmaKind::kPing}, {});
     return connection;

@@ -9,14 +9,15 @@
 namespace pynixlkv::ucx {
 
 enum class AmRmaKind : std::uint8_t {
-    kOpen,   ///< to the owner: where to send answers; data: a worker's address
-    kClose,  ///< to the owner: the connection ends
-    kRead,   ///< to the owner; data: address and length of each row
-    kWrite,  ///< to the owner; data: a piece
-    kData,   ///< from the owner; data: a piece of a row
-    kEnd,    ///< from the owner: a write is complete; with data, why it or a read is refused
-    kNote,   ///< a notification; data: the sender's name and the message
-    kPing,   ///< tests whether a connection stands; the receiver drops it
+    kOpen,    ///< to the owner: where to send answers; data: a worker's address
+    kClose,   ///< to the owner: the connection ends
+    kRead,    ///< to the owner; data: address and length of each row
+    kWrite,   ///< to the owner; data: a piece
+    kOpened,  ///< from the owner: it has a connection too
+    kData,    ///< from the owner; data: a piece of a row
+    kEnd,     ///< from the owner: a write is complete; with data, why it or a read is refused
+    kNote,    ///< a notification; data: the sender's name and the message
+    kPing,    ///< tests whether a connection stands; the receiver drops it
 };
 
 /// The header of all messages. Byte orders are equal: `connect` refuses other peers.

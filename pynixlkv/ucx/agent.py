@@ -57,10 +57,10 @@ class UcxAgent(Agent):
     thread of its own, asleep while idle; UCX's events wake it.
 
     Without error handling UCX may use shared memory for messages between processes of one host,
-    which makes notifications some 7 microseconds faster there. A dead peer is then noticed only by
-    operations that need its process or the kernel: transfers of ordinary memory, and anything over
-    TCP. Memory that a dead peer got from `allocate` can still be read, notifications to the peer
-    are lost without an error, and `is_alive` returns True. Closing waits up to 0.1 s for each peer.
+    which makes notifications some 7 microseconds faster there. The end of a peer's process is then
+    noticed on this host only, within a quarter of a second; until then memory that the peer got
+    from `allocate` can still be read, and notifications to it are lost without an error. Closing
+    waits up to 0.1 s for each peer.
 
     Examples
     --------

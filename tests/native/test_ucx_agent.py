@@ -114,16 +114,15 @@ def test_the_death_of_an_owner_of_allocated_memory_is_noticed(connect):
         ).wait(WAIT_S)
 
 
-def test_without_error_handling_the_death_of_an_owner_goes_unnoticed(connect):
+def test_without_error_handling_the_end_of_a_process_of_this_host_is_noticed(connect):
     owner, agent, peer, there = connect(takes_part=False, error_handling=False)
     here = np.zeros(SIZE, dtype=np.uint8)
     agent.register(here)
     owner.kill()
+    assert not agent.is_alive(peer)
     ends = rows(here.ctypes.data, (0, SIZE)), rows(there, (0, SIZE))
-    agent.read_descriptors(peer, *ends).wait(WAIT_S)
-    assert np.array_equal(here, random_bytes(SIZE, 1))
-    agent.notify(peer, b"to nobody")
-    assert agent.is_alive(peer)
+    with pytest.raises(PeerLostError):
+        agent.read_descriptors(peer, *ends).wait(WAIT_S)
 
 
 def test_a_cache_in_allocated_memory_moves_by_plan(make_agent):
