@@ -103,13 +103,6 @@ class NativeAgent:
         memory: pynixlkv.types.MemoryType | str,
         backends: collections.abc.Sequence[Backend],
     ) -> PreparedList: ...
-    def _prep_xfer_runs(
-        self,
-        peer: str,
-        runs: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
-        memory: pynixlkv.types.MemoryType | str,
-        backends: collections.abc.Sequence[Backend],
-    ) -> PreparedList: ...
     def _query_mem(
         self,
         rows: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
@@ -117,14 +110,6 @@ class NativeAgent:
         metadata: collections.abc.Sequence[bytes],
         backends: collections.abc.Sequence[Backend],
     ) -> list[dict[str, str] | None]: ...
-    def _register_counted(
-        self,
-        rows: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
-        memory: pynixlkv.types.MemoryType | str,
-        metadata: collections.abc.Sequence[bytes],
-        keepalive: typing.Any,
-        backends: collections.abc.Sequence[Backend],
-    ) -> None: ...
     def _register_mem(
         self,
         rows: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],

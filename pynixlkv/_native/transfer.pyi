@@ -17,6 +17,7 @@ __all__: list[str] = [
     "Registration",
     "Transfer",
     "fake_agent",
+    "is_shareable",
     "nixl_agent",
     "ucx_agent",
 ]
@@ -109,6 +110,8 @@ class Peer:
     def name(self) -> str: ...
     @property
     def state(self) -> int: ...
+    @property
+    def transports(self) -> list[str]: ...
 
 class Registration:
     @property
@@ -138,6 +141,7 @@ class Transfer:
     def state(self) -> int: ...
 
 def fake_agent(name: str, incarnation: bytes, network: FakeNetwork) -> Agent: ...
+def is_shareable(address: typing.SupportsInt | typing.SupportsIndex) -> bool: ...
 def nixl_agent(
     name: str,
     incarnation: bytes,
