@@ -149,7 +149,7 @@ class Group(msgspec.Struct, frozen=True):
         if "H" in self.opaque_axes and "H" in other.opaque_axes:
             field = f"heads per rank, indivisible in pages of {self.dtype},"
             held = [f"{len(group.heads)} of {group.kv_heads}" for group in (self, other)]
-            pairs.append((field, *held))
+            pairs.append((field, held[0], held[1]))
         return [(f"{self.name}.{field}", a, b) for field, a, b in pairs if a != b]
 
     def __post_init__(self) -> None:
