@@ -307,8 +307,8 @@ def _read_array(name: str, array: Any) -> _Array:  # noqa: ANN401
     interface = getattr(array, face, None)
     if not isinstance(interface, Mapping):
         raise LayoutError(
-            f"tensor {name!r} is a {type(array).__name__}; expected a torch tensor or a numpy array, "
-            "or an array of CUDA memory"
+            f"tensor {name!r} is a {type(array).__name__}; expected a torch tensor or a numpy "
+            "array, or an array of CUDA memory"
         )
     dtype = getattr(array, "dtype", None)  # the string of a type of ml_dtypes does not name it
     if not isinstance(dtype, np.dtype):
