@@ -338,3 +338,25 @@ def test_an_early_release_for_the_next_life_of_an_id_costs_a_heartbeat_and_no_mo
         assert world.leases("P") == [1]
         world.pass_time(5)
         assert sent(world)()
+
+
+def test_a_sample_that_was_pushed_by_layer_keeps_its_blocks():
+    with pair("push") as (world, prefill, decode):
+        prefill.prefill("0_p", 7, 13, sibling_group="p")
+        start(world, decode, early_params(prefill, "1_p"))
+        world.until(lambda: prefill.stats.pushes)
+        prefill.begin("1_p", 7, 13, sibling_group="p")
+        prefill.compute("1_p", 13)
+        world.round()
+        assert prefill.hand_over("1_p")["remote_request_id"] == "1_p"
+        arrives(world, decode)
+
+
+def test_a_push_that_names_a_sample_without_a_lease_is_told_whose_it_shares():
+    with pair("push") as (world, prefill, decode):
+        prefill.prefill("0_p", 7, 13, sibling_group="p")
+        start(world, decode, early_params(prefill, "1_p"))
+        world.until(lambda: prefill.stats.pushes)
+        prefill.prefill("1_p", 7, 13, sibling_group="p")
+        world.until(failed(world))
+        assert "handed over as '0_p'" in str(errors(world)[0])
