@@ -358,7 +358,7 @@ def _missing(transports: tuple[str, ...]) -> list[str]:
             "VRAM: this UCX could not open a CUDA transport; needs an NVIDIA GPU and its driver "
             "(libcuda.so.1)"
         )
-    if not _has_rdma(names):
+    if not has_rdma(names):
         missing.append("RDMA: this UCX could not open an RDMA device; needs one and its driver")
     elif "cuda_copy" in names and not _PEERMEM.exists():
         missing.append(
@@ -369,7 +369,8 @@ def _missing(transports: tuple[str, ...]) -> list[str]:
     return missing
 
 
-def _has_rdma(names: set[str]) -> bool:
+def has_rdma(names: set[str]) -> bool:
+    """Whether one of these transports of UCX is RDMA."""
     return any(name.startswith(("rc", "dc", "ud", "srd")) for name in names)
 
 
@@ -379,7 +380,7 @@ def _device_memory(transports: tuple[str, ...]) -> tuple[str, ...]:
     if "cuda_copy" not in names:
         return ()
     same_host = "cuda_ipc, from GPU to GPU" if "cuda_ipc" in names else "through host memory"
-    if not _has_rdma(names):
+    if not has_rdma(names):
         others = "through host memory and TCP"
     elif _PEERMEM.exists():
         others = "GPUDirect RDMA, by nvidia_peermem"

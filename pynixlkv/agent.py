@@ -22,6 +22,7 @@ import numpy as np
 
 from pynixlkv._closeable import Closeable
 from pynixlkv._limits import check_reserve
+from pynixlkv._loader import has_rdma
 from pynixlkv._secret import check_secret
 from pynixlkv.errors import (
     ClosedError,
@@ -274,7 +275,24 @@ class Agent(Closeable, ABC):
         native = self._native.connect(
             body.agent, body.incarnation, body.metadata, *_span_arrays(body.spans)
         )
-        return Peer(native, body.geometries)
+        peer = Peer(native, body.geometries)
+        self._warn_of_staging(peer, body.spans)
+        return peer
+
+    def _warn_of_staging(self, peer: Peer, spans: Iterable[MemorySpan]) -> None:
+        """Say so if GPU memory of either side has no way to the other but through the host."""
+        mine = [span for r in self.registrations for span in r.spans]
+        sizes = [s.nbytes for s in (*mine, *spans) if s.memory is MemoryType.VRAM]
+        names = set(peer.transports)
+        if sizes and names and "cuda_ipc" not in names and not has_rdma(names):
+            _log.warning(
+                "GPU memory, %.1f MiB of both sides, moves to and from peer %r through host memory "
+                "and %s: UCX has neither cuda_ipc (for processes of one host) nor RDMA here; see "
+                "pynixlkv.native_report()",
+                sum(sizes) / (1 << 20),
+                peer.name,
+                ", ".join(sorted(names - {"cuda_copy"})),
+            )
 
     def _check_compatible(self, hello: Hello) -> None:
         if hello.agent == self.name:

@@ -150,7 +150,7 @@ class Group(msgspec.Struct, frozen=True):
         if "H" in self.opaque_axes and "H" in other.opaque_axes:
             field = f"heads per rank, indivisible in pages of {self.dtype},"
             held = [f"{len(group.heads)} of {group.kv_heads}" for group in (self, other)]
-            pairs.append((field, *held))
+            pairs.append((field, held[0], held[1]))
         return [(f"{self.name}.{field}", a, b) for field, a, b in pairs if a != b]
 
     def __post_init__(self) -> None:
@@ -309,8 +309,8 @@ def _read_array(name: str, array: Any) -> _Array:  # noqa: ANN401
     interface = getattr(array, face, None)
     if not isinstance(interface, Mapping):
         raise LayoutError(
-            f"tensor {name!r} is a {type(array).__name__}; expected a torch tensor or an array of "
-            "numpy or of CUDA memory"
+            f"tensor {name!r} is a {type(array).__name__}; expected a torch tensor or a numpy "
+            "array, or an array of CUDA memory"
         )
     dtype = getattr(array, "dtype", None)  # the string of a type of ml_dtypes does not name it
     if not isinstance(dtype, np.dtype):

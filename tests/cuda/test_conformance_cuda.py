@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import pytest
 from cuda_memory import DevicePool
@@ -12,11 +13,16 @@ from pynixlkv.testing.conformance import WAIT_S, AgentConformance, HungPeerConfo
 from pynixlkv.testing.remote import Pool, ProcessRemote
 from pynixlkv.ucx import UcxAgent
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pynixlkv.agent import Agent
+
 
 class _OnCards:
-    make = None
-    make_pool = DevicePool
-    make_remote_pool = DevicePool
+    make: Callable[..., Agent]
+    make_pool: Callable[[str], Pool] = DevicePool
+    make_remote_pool: Callable[[str], Pool] = DevicePool
 
     @pytest.fixture
     def make_agent(self):

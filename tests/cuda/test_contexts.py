@@ -1,5 +1,6 @@
 """Contexts, devices and drivers: what an agent does with them, and leaves alone."""
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -164,6 +165,17 @@ def test_a_wrong_device_and_memory_that_is_none_are_refused(make, closing):
     with pytest.raises(RegistrationError, match="was it freed"):
         agent.register(array)
     assert agent.registrations == ()
+
+
+def test_ways_through_the_host_are_named_with_the_bytes_of_both_sides(connect, caplog):
+    agent, _, peer = connect(UcxAgent, DevicePool())
+    assert "cuda_ipc" in peer.transports
+    assert "through host memory" not in caplog.text
+    agent.close()
+    through_host = functools.partial(UcxAgent, config={"TLS": "tcp,cuda_copy"})
+    _, _, peer = connect(through_host, DevicePool(), Pool, name="slow")
+    assert "tcp" in peer.transports
+    assert "0.2 MiB of both sides, moves to and from peer 'remote' through" in caplog.text
 
 
 # ---- drivers

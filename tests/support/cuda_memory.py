@@ -109,7 +109,7 @@ class DevicePool(Pool):
     """A pool in memory of the first card; its array is a view through the stub."""
 
     device = 0
-    shareable = None
+    shareable: bool | None = None
 
     def _allocate(self, shape):
         tensor = DeviceArray(shape, device=self.device, shareable=self.shareable)
