@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import logging
 import os
 import re
 import subprocess
@@ -34,6 +35,9 @@ _UCX_WHEEL_LIBRARIES = ("libucs.so", "libucs_signal.so", "libuct.so", "libucp.so
 _SYSTEM_PREFIXES = ("/usr/local", "/usr", "/opt/nvidia/nvda_nixl", "/usr/local/nixl")
 _REPORTED = re.compile(r"lib(nixl|uc[mpst])[^/]*\.so[^/]*$")
 _PROBE_TIMEOUT_S = 60.0
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ class _Wheels:
     names: tuple[str, ...]
     pattern: str
     minimum: str = ""
+    has_rdma: bool = True
 
     def search(self, tried: list[str]) -> Iterator[LibraryLocation]:
         """Yield the installed ones; the wheel for the CUDA of torch comes first."""
@@ -137,7 +142,8 @@ class _Library(Generic[T]):
     def find(self) -> LibraryLocation:
         """Return the first of: the variable, the wheels, the system's directories."""
         tried: list[str] = []
-        wheels = chain.from_iterable(wheels.search(tried) for wheels in self.wheels)
+        ordered = sorted(self.wheels, key=lambda w: not w.has_rdma) if _rdma() else self.wheels
+        wheels = chain.from_iterable(wheels.search(tried) for wheels in ordered)
         for location in chain(self._from_variable(tried), wheels, self._from_system(tried)):
             return location
         raise LibraryNotFoundError(
@@ -164,6 +170,14 @@ class _Library(Generic[T]):
                         f"{self.minimum} or newer: {self._pip_command()}"
                     ) from error
                 self.loaded = (location, library)
+                _log.info("%s of %s %s", location.path, location.origin, location.version)
+                without = [n for w in self.wheels if not w.has_rdma for n in w.names]
+                if location.origin in without and (devices := _rdma()):
+                    _log.warning(
+                        "the RDMA devices %s are not used: %s has no InfiniBand; install %s, or "
+                        "set %s to a UCX that has it",
+                        ", ".join(devices), location.origin, NIXL_DISTRIBUTIONS[0], self.variable,
+                    )  # fmt: skip
             return self.loaded[1]
 
     def _pip_command(self) -> str:
@@ -194,6 +208,11 @@ class _Library(Generic[T]):
             tried.append(str(path))
             if path.is_file():
                 yield LibraryLocation(str(path), "", "system")
+
+
+def _rdma() -> list[str]:
+    """Names of the RDMA devices of this host."""
+    return sorted(path.name for path in _RDMA_DEVICES.glob("*"))
 
 
 def _by_cuda(names: tuple[str, ...]) -> list[str]:
@@ -237,13 +256,17 @@ NIXL = _Library(
     (_Wheels(NIXL_DISTRIBUTIONS, "libnixl_capi.so", "1.0.1"),),
     _open_nixl,
 )
-# The libucx wheels have no InfiniBand; the UCX inside NIXL's and most systems' do.
+# The libucx wheels have no InfiniBand; the UCX inside NIXL's and most systems' do, so NIXL's comes
+# first on a host with RDMA devices.
 UCX = _Library(
     "PYNIXLKV_UCX_LIBRARY",
     "UCX",
     "libucp.so.0",
     "1.18",
-    (_Wheels(("libucx-cu12", "libucx-cu13"), _UCX_WHEEL_LIBRARIES[-1]), UCX_IN_NIXL),
+    (
+        _Wheels(("libucx-cu12", "libucx-cu13"), _UCX_WHEEL_LIBRARIES[-1], has_rdma=False),
+        UCX_IN_NIXL,
+    ),
     _open_ucx,
 )
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from pynixlkv import _native, wire
 from pynixlkv._arrays import integers
+from pynixlkv._closeable import Uncopied
 from pynixlkv.digest import Digest, DigestScope, digest_cache
 from pynixlkv.errors import ConfigError, LayoutError
 from pynixlkv.topology import held_heads
@@ -296,6 +297,7 @@ class _Array:
     device: int
     storage: object
     owner: object
+    read_only: bool = False
 
 
 def _read_array(name: str, array: Any) -> _Array:  # noqa: ANN401
@@ -318,11 +320,6 @@ def _read_array(name: str, array: Any) -> _Array:  # noqa: ANN401
             raise LayoutError(f"tensor {name!r}: {error}") from error
     if dtype.hasobject:
         raise LayoutError(f"tensor {name!r} holds Python objects; expected numbers")
-    if interface["data"][1]:
-        raise LayoutError(
-            f"tensor {name!r} is read-only, but peers may write into registered memory; pass a "
-            "writable array"
-        )
     shape = tuple(interface["shape"])
     strides = interface.get("strides")
     if strides is None:
@@ -341,6 +338,7 @@ def _read_array(name: str, array: Any) -> _Array:  # noqa: ANN401
         device=getattr(array, "__dlpack_device__", lambda: (0, 0))()[1] if on_device else 0,
         storage=id(storage),
         owner=array,
+        read_only=bool(interface["data"][1]),
     )
 
 
@@ -473,22 +471,25 @@ def _extent(array: _Array) -> tuple[int, int]:
 
 def _find_spans(arrays: Sequence[_Array]) -> tuple[MemorySpan, ...]:
     """Return one range per storage, with touching ones joined."""
-    extents: dict[tuple[MemoryType, int, object], tuple[int, int]] = {}
+    extents: dict[tuple[MemoryType, int, object], tuple[int, int, bool]] = {}
     for array in arrays:
         key = (array.memory, array.device, array.storage)
         begin, end = _extent(array)
-        low, high = extents.get(key, (begin, end))
-        extents[key] = min(low, begin), max(high, end)
+        low, high, read_only = extents.get(key, (begin, end, False))
+        extents[key] = min(low, begin), max(high, end), read_only or array.read_only
     spans: list[MemorySpan] = []
-    for (memory, device, _), (begin, end) in sorted(extents.items(), key=lambda item: item[1]):
+    ordered = sorted(extents.items(), key=lambda item: item[1])
+    for (memory, device, _), (begin, end, read_only) in ordered:
         if spans and (spans[-1].memory, spans[-1].device) == (memory, device):
             last = spans[-1]
             last_end = last.address + last.nbytes
             # Adjoining allocations of device memory are registered separately.
-            if begin < last_end or (begin == last_end and memory is MemoryType.DRAM):
+            touches = begin == last_end and read_only == last.read_only
+            if begin < last_end or (touches and memory is MemoryType.DRAM):
                 spans.pop()
                 begin, end = last.address, max(end, last_end)
-        spans.append(MemorySpan(begin, end - begin, memory, device))
+                read_only |= last.read_only
+        spans.append(MemorySpan(begin, end - begin, memory, device, read_only))
     return tuple(spans)
 
 
@@ -518,10 +519,10 @@ def memory_spans(memory: object) -> tuple[MemorySpan, ...]:
             f"an array of shape {array.shape} and strides {array.strides} bytes is not contiguous; "
             "register the array that it is a view of, or make a contiguous copy"
         )
-    return (MemorySpan(begin, nbytes, array.memory, array.device),)
+    return (MemorySpan(begin, nbytes, array.memory, array.device, array.read_only),)
 
 
-class KVCache:
+class KVCache(Uncopied):
     """The KV cache of one rank: its tensors, kept alive, and their geometry.
 
     Make one with `from_tensors`; join several groups with `combine`. Immutable. Nothing is copied:

@@ -396,10 +396,12 @@ class TransferPlan:
     ) -> tuple[DigestScope, ...]:
         """Return what both sides digest to verify one transfer: all that it moves, or a sample.
 
-        Groups in which nothing moves are left out. See `descriptors` for the other arguments.
+        Groups in which nothing moves are left out.
 
         Parameters
         ----------
+        local_blocks, remote_blocks, num_tokens, local_start, remote_start
+            The arguments of `descriptors`.
         unit : int, optional
             Tokens per digest; by default those of the larger of the two sides' blocks.
         fraction : float

@@ -9,7 +9,7 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pynixlkv._closeable import Closeable
+from pynixlkv._closeable import Closeable, Uncopied
 from pynixlkv.errors import (
     PeerLostError,
     StateError,
@@ -87,7 +87,7 @@ class TransferResult:
     transfer_s: float
 
 
-class Peer:
+class Peer(Uncopied):
     """One generation of a remote agent; made by `Agent.connect`."""
 
     def __init__(self, native: _native.transfer.Peer, geometries: Sequence[Geometry]) -> None:

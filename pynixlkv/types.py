@@ -8,6 +8,8 @@ from typing import Annotated, NewType
 
 import msgspec
 
+from pynixlkv._closeable import Uncopied
+
 __all__ = [
     "AgentName",
     "DigestMismatch",
@@ -64,7 +66,9 @@ class TransferState(enum.IntEnum):
         return self >= TransferState.DONE
 
 
-class MemorySpan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class MemorySpan(
+    Uncopied, msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True
+):
     """A contiguous range of memory, registered as a whole. The maker keeps the memory."""
 
     address: Annotated[int, msgspec.Meta(ge=0, lt=2**60)]

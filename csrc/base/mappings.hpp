@@ -52,7 +52,10 @@ class Mappings {
     [[nodiscard]] Mappings since(const Mappings& before) const {
         Mappings added(*this);
         std::erase_if(added.all_, [&before](const Mapping& mapping) {
-            return std::find(before.all_.begin(), before.all_.end(), mapping) != before.all_.end();
+            const auto same = std::lower_bound(
+                before.all_.begin(), before.all_.end(), mapping.begin,
+                [](const Mapping& m, std::uint64_t address) { return m.begin < address; });
+            return same != before.all_.end() && *same == mapping;
         });
         return added;
     }

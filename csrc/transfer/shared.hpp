@@ -16,6 +16,7 @@
 #include <shared_mutex>
 #include <span>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -206,9 +207,26 @@ class CommandQueue {
 /// has happened. Thread-safe.
 class Inbox {
   public:
+    /// Keep notifications until they are taken. Those that exceed the bound of their peer, or of
+    /// all, are dropped, which take() reports after those that are kept.
     void deliver(std::vector<Notification>& arrivals) {
         change([&] {
-            std::move(arrivals.begin(), arrivals.end(), std::back_inserter(notifications_));
+            for (Notification& note : arrivals) {
+                const std::size_t size = note.peer.size() + note.message.size() + kNoteBytes;
+                const auto found = kept_by_peer_.find(note.peer);
+                const std::size_t of_peer = found != kept_by_peer_.end() ? found->second : 0;
+                if (of_peer + size > kMaxOfPeer || kept_ + size > kMaxKept) {
+                    error_ = Error("StateError",
+                                   text("notifications of peer '", note.peer, "' were dropped: ",
+                                        of_peer, " bytes of its and ", kept_,
+                                        " of all wait to be taken; call notifications() oftener"));
+                    kept_by_peer_[note.peer] = kMaxOfPeer;  // nor may a later one fit in
+                    continue;
+                }
+                kept_by_peer_[note.peer] += size;
+                kept_ += size;
+                notifications_.push_back(std::move(note));
+            }
         });
         arrivals.clear();
     }
@@ -243,6 +261,8 @@ class Inbox {
             }
             require_open();
         }
+        kept_by_peer_.clear();
+        kept_ = 0;
         return std::exchange(notifications_, {});
     }
     [[nodiscard]] std::uint64_t wait_activity(std::uint64_t seen, TimePoint until) {
@@ -267,6 +287,11 @@ class Inbox {
     [[nodiscard]] int completion_fd() const noexcept { return completion_.fd(); }
 
   private:
+    /// Most bytes of notifications that wait to be taken, and what one takes beside its bytes.
+    static constexpr std::size_t kMaxOfPeer = 64U << 20U;
+    static constexpr std::size_t kMaxKept = 256U << 20U;
+    static constexpr std::size_t kNoteBytes = 256;
+
     template <class Change>
     void change(Change apply) {
         {
@@ -291,6 +316,8 @@ class Inbox {
     std::mutex mutex_;  // guards what follows
     std::condition_variable arrived_;
     std::vector<Notification> notifications_;
+    std::unordered_map<std::string, std::size_t> kept_by_peer_;  // bytes
+    std::size_t kept_ = 0;
     std::vector<std::uint64_t> completed_;
     std::optional<Error> error_;
     std::optional<std::string> closed_;  // why nothing more is to be waited for

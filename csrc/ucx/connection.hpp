@@ -74,6 +74,8 @@ class UcxConnection final : public transfer::Connection {
     [[nodiscard]] std::vector<std::string> transports() const override {
         return endpoint->transports();
     }
+    /// Whether the peer may have to take part in transfers of host memory.
+    [[nodiscard]] bool may_be_served() const { return !is_one_sided || regions->has_served; }
     [[nodiscard]] bool is_quiet() { return outbox_.num_waiting() == 0; }
 
     const std::string name;
@@ -89,7 +91,7 @@ class UcxConnection final : public transfer::Connection {
   private:
     /// Whether the peer has to know this connection: to answer, or to close its own end of it.
     [[nodiscard]] bool is_told() const {
-        return !is_one_sided || endpoint->errors() == capi::kErrorPeer;
+        return may_be_served() || endpoint->errors() == capi::kErrorPeer;
     }
 
     const std::shared_ptr<AmRmaXfers> answers_;

@@ -44,10 +44,11 @@ bool can_map(const RemoteRegions& regions) {
 /// Whether neither a transport nor a mapping reaches all of these rows.
 bool needs_am_rma(const UcxConnection& connection, const transfer::DescriptorPairs& rows) {
     const RemoteRegion* hint = nullptr;
-    return !connection.is_one_sided && rows.local_memory == Memory::kDram &&
+    return connection.may_be_served() && rows.local_memory == Memory::kDram &&
            rows.remote_memory == Memory::kDram &&
            std::any_of(rows.remote.begin(), rows.remote.end(), [&](const Descriptor& row) {
-               return connection.regions->find(row, hint).direct == nullptr;
+               const RemoteRegion& region = connection.regions->find(row, hint);
+               return region.direct == nullptr && (!connection.is_one_sided || !region.key);
            });
 }
 
@@ -128,6 +129,9 @@ class OneSidedXfer final : public UcxXfer {
                     throw Error("StateError", "the local memory is no longer mapped");
                 }
                 has_copied = true;
+            } else if (!part.region->key) {
+                throw Error("StateError", text("the peer's shared memory of another user, ",
+                                               part.region->row.str(), ", only moves to host memory"));
             } else {
                 endpoint_->move(completion_, op_, part.local, part.length, part.memory, part.remote,
                                 *part.region->key);

@@ -107,6 +107,23 @@ bool is_on_this_host(const Description& description) {
     return !description.host.empty() && description.host == this_host();
 }
 
+namespace {
+
+/// @return null for shared memory that this process may not map, as that of another user
+std::shared_ptr<RemoteKey> unpack_key(const std::shared_ptr<Endpoint>& endpoint,
+                                      std::string_view packed) {
+    try {
+        return std::make_shared<RemoteKey>(endpoint, packed);
+    } catch (const NativeError& e) {
+        if (e.status() != static_cast<int>(Status::kSharedMemory)) {
+            throw;
+        }
+        return nullptr;
+    }
+}
+
+}  // namespace
+
 std::shared_ptr<const RemoteRegions> unpack_regions(const std::shared_ptr<Endpoint>& endpoint,
                                                     const Description& description) {
     auto regions = std::make_shared<RemoteRegions>();
@@ -118,20 +135,21 @@ std::shared_ptr<const RemoteRegions> unpack_regions(const std::shared_ptr<Endpoi
     std::map<std::string_view, Unpacked> keys;
     const bool can_be_mapped = is_on_this_host(description);
     for (auto [row, packed] : description.regions) {
-        auto& [key, mappings] = keys[packed];
-        if (!key && can_be_mapped) {
-            const Mappings before = Mappings::now();
-            key = std::make_shared<RemoteKey>(endpoint, packed);
-            mappings = Mappings::now().since(before);
-        } else if (!key) {
-            key = std::make_shared<RemoteKey>(endpoint, packed);
+        const auto [found, is_new] = keys.try_emplace(packed);
+        auto& [key, mappings] = found->second;
+        if (is_new) {
+            const Mappings before = can_be_mapped ? Mappings::now() : Mappings();
+            key = unpack_key(endpoint, packed);
+            mappings = can_be_mapped ? Mappings::now().since(before) : Mappings();
         }
-        auto* direct = can_be_mapped ? static_cast<char*>(key->pointer(row.address)) : nullptr;
+        auto* direct =
+            can_be_mapped && key ? static_cast<char*>(key->pointer(row.address)) : nullptr;
         if (direct != nullptr) {
             // UCX does not check what a region claims: nothing outside the key's memory is reached.
             const auto begin = reinterpret_cast<std::uint64_t>(direct);
             row.length = mappings.describe(begin, row.length).length;
         }
+        regions->has_served |= !key;
         if (row.length > 0) {
             regions->add({row, key, direct});
         }

@@ -56,12 +56,14 @@ struct LocalRegion {
 
 struct RemoteRegion {
     Descriptor row;
-    std::shared_ptr<RemoteKey> key;
+    std::shared_ptr<RemoteKey> key;  ///< null: its owner has to serve it
     char* direct;  ///< where it is mapped in this process; null if it is not
 };
 
 using LocalRegions = RegionMap<LocalRegion>;
-using RemoteRegions = RegionMap<RemoteRegion>;
+struct RemoteRegions : RegionMap<RemoteRegion> {
+    bool has_served = false;  ///< whether a region has no key
+};
 
 /// The metadata for a peer: error handling, the worker's address, the host if there is memory that
 /// its processes can map, and a key for each registered span. The token shows the owner that the

@@ -17,6 +17,7 @@ enum class Status : std::int8_t {
     kNoMemory = -4,
     kInvalidAddr = -7,
     kBusy = -15,
+    kSharedMemory = -17,
     kRejected = -23,
     kConnectionReset = -25,
     kFirstLinkFailure = -40,

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import json
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -61,18 +62,15 @@ class Proxy:
     ) -> web.StreamResponse:
         """Answer several prompts as one; the first error stands for all."""
 
-        async def whole(number: int, part: dict[str, Any]) -> ClientResponse:
+        async def whole(number: int, part: dict[str, Any]) -> tuple[int, str, bytes]:
             async with self._ask(request, part, f"-{number}") as answer:
-                await answer.read()
-                return answer
+                return answer.status, answer.content_type, await answer.read()
 
         answers = await asyncio.gather(*(whole(*item) for item in enumerate(parts)))
-        for answer in answers:
-            if answer.status != 200:
-                body = await answer.read()
-                kind = answer.content_type
-                return web.Response(status=answer.status, body=body, content_type=kind)
-        merged = [await answer.json() for answer in answers]
+        for status, kind, body in answers:
+            if status != 200:
+                return web.Response(status=status, body=body, content_type=kind)
+        merged = [json.loads(body) for _, _, body in answers]
         choices = [choice for each in merged for choice in each["choices"]]
         merged[0]["choices"] = [{**choice, "index": i} for i, choice in enumerate(choices)]
         for key in ("prompt_tokens", "completion_tokens", "total_tokens"):

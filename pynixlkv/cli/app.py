@@ -149,8 +149,10 @@ def info(
 ) -> None:
     """Show which libraries, transports and kinds of memory work here, and what is missing."""
     from pynixlkv import __version__, native_report
+    from pynixlkv.nixl_api._switch import NAMES, is_asked
 
-    report = {"pynixlkv": __version__, **native_report().to_dict()}
+    stands_in_for = list(NAMES) if is_asked() else []
+    report = {"pynixlkv": __version__, **native_report().to_dict(), "nixl_api": stands_in_for}
     if as_json:
         typer.echo(json.dumps(report))
     else:

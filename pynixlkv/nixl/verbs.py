@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from pynixlkv.types import Operation
 
 
+_UINT64 = np.dtype(np.uint64)
+
+
 class Notification(NamedTuple):
     """A message from another agent: the name of the sender, and exactly what it sent."""
 
@@ -94,6 +97,8 @@ def _blobs(metadata: Iterable[str | bytes]) -> list[bytes]:
 
 def _rows(what: str, value: ArrayLike) -> NDArray[np.uint64]:
     """Return descriptors as a C-contiguous (n, 3) uint64 array; copies only if they are not."""
+    if isinstance(value, np.ndarray) and value.dtype == _UINT64 and value.shape[1:] == (3,):
+        return np.ascontiguousarray(value)
     array = integers(f"{what} descriptors", value, ConfigError, columns=3)
     wrong = first_outside(array, 0, 2**64 - 1)
     if wrong is not None:

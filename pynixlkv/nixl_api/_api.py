@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import logging
 import pickle  # noqa: TID251 - to read what NIXL's package serialises, and nothing else
+import re
 import sys
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -273,12 +274,10 @@ class nixl_agent:
         kind = descs.__class__.__name__
         if kind not in _SERIALISED:
             raise TypeError(f"expected a list of descriptors, not {descs!r}")
-        state = descs.__getstate__()
+        state = descs._state()
+        size = sum(map(len, state)).to_bytes(4, "little")
         # A pickle of the class in NIXL's own package, which may not be installed here.
-        return (
-            b"\x80\x03cnixl._bindings\n" + kind.encode() + b"\n)\x81"
-            b"B" + len(state).to_bytes(4, "little") + state + b"b."
-        )
+        return b"".join([_PICKLED, kind.encode(), b"\n)\x81B", size, *state, b"b."])
 
     def deserialize_descs(
         self, serialized_descs: bytes
@@ -288,6 +287,11 @@ class nixl_agent:
         NIXL unpickles whatever a peer sends. This reads pickles of descriptor lists only, and
         refuses one that names anything else.
         """
+        ours = _OUR_PICKLE.match(serialized_descs)
+        if ours and serialized_descs[-2:] == b"b.":
+            descs = _SERIALISED[ours[1].decode()].__new__(_SERIALISED[ours[1].decode()])
+            descs.__setstate__(memoryview(serialized_descs)[ours.end() : -2])
+            return descs
         descs = _DescsUnpickler(io.BytesIO(serialized_descs)).load()
         if descs is not None and descs.__class__.__name__ not in _SERIALISED:
             raise nixlBind.nixlMismatchError(f"the bytes are {descs!r}, not a descriptor list")
@@ -371,7 +375,7 @@ class nixl_agent:
 
     def query_xfer_backend(self, handle: nixl_xfer_handle) -> str:
         number = self.agent.queryXferBackend(handle._handle)
-        return next(name for name, other in self.backends.items() if other == number)
+        return {other: name for name, other in self.backends.items()}[number]
 
     def release_xfer_handle(self, handle: nixl_xfer_handle) -> None:
         handle.release()
@@ -482,7 +486,7 @@ class nixl_agent:
     # ---- private
 
     def _numbers(self, backends: Sequence[str]) -> list[int]:
-        return [self.backends[name] for name in backends]
+        return [self.backends[name] for name in backends] if backends else []
 
     def _load_plugin_params(self, plugin: str) -> None:
         if plugin in self.plugin_b_options:
@@ -542,6 +546,12 @@ class _UnusableError(nixlBind.nixlInvalidParamError):
 
 
 _SERIALISED = {"nixlXferDList": nixlBind.nixlXferDList, "nixlRegDList": nixlBind.nixlRegDList}
+
+
+_PICKLED = b"\x80\x03cnixl._bindings\n"
+_OUR_PICKLE = re.compile(
+    re.escape(_PICKLED) + rb"(nixlXferDList|nixlRegDList)\n\)\x81B.{4}", re.DOTALL
+)
 
 
 class _DescsUnpickler(pickle.Unpickler):

@@ -7,6 +7,7 @@ release it is refused, where NIXL would follow a dangling pointer.
 
 from __future__ import annotations
 
+import builtins
 import datetime
 import enum
 import functools
@@ -127,6 +128,7 @@ _OPERATIONS = (Operation.READ, Operation.WRITE)
 _MEMORY = tuple(MemoryType(memory) for memory in nixl_mem_t)
 _SUCCESS, _IN_PROGRESS = nixl_status_t.NIXL_SUCCESS, nixl_status_t.NIXL_IN_PROG
 _DONE, _NOT_POSTED = XferState.DONE, XferState.NOT_POSTED
+_UINT64, _INT64 = np.dtype(np.uint64), np.dtype(np.int64)
 
 
 # ---- exceptions
@@ -263,12 +265,12 @@ def _field(tag: bytes, data: bytes) -> bytes:
 class _FieldReader:
     """Reads NIXL's serialised form, checking every length before it is used."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data = data
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data = memoryview(data)
         self.position = 0
         self._expect(_HEADER)
 
-    def take(self, tag: bytes) -> bytes:
+    def take(self, tag: bytes) -> memoryview:
         """Read the next field, which must have this tag."""
         self._expect(tag)
         start = self.position + 8
@@ -312,13 +314,16 @@ def _join_partial(connection: bytes, memory: bytes) -> bytes:
 # ---- descriptor lists
 
 
-def _as_rows(descs: Sequence[tuple[Any, ...]]) -> Rows:
-    """Return the first three of each tuple as (n, 3) uint64; never rounds or wraps around."""
-    numbers = itertools.chain.from_iterable(
-        descs if descs and len(descs[0]) == 3 else (desc[:3] for desc in descs)
-    )
+def _as_rows(descs: Sequence[tuple[Any, ...]]) -> tuple[Rows, tuple[Any, ...]]:
+    """Return the first three of each tuple as (n, 3) uint64, and the rest in columns.
+
+    Never rounds or wraps around.
+    """
+    columns = tuple(zip(*descs, strict=True))
+    rows = np.empty((len(descs), 3), dtype=np.uint64)
     try:
-        data = array("Q", numbers)
+        for place, column in enumerate(columns[:3]):
+            rows[:, place] = array("Q", column)
     except (TypeError, OverflowError):
         for index, desc in enumerate(descs):
             for what, number in zip(("address", "length", "device"), desc, strict=False):
@@ -328,7 +333,7 @@ def _as_rows(descs: Sequence[tuple[Any, ...]]) -> Rows:
                         "to 2**64 - 1"
                     ) from None
         raise
-    return np.frombuffer(data, dtype=np.uint64).reshape(-1, 3)
+    return rows, columns[3:]
 
 
 class _DescList:
@@ -347,37 +352,39 @@ class _DescList:
         descs: list[tuple[Any, ...]] | NDArray[Any] | int = 0,
         init_size: int = 0,
     ) -> None:
-        self._type = nixl_mem_t(type)
+        self._type = type if type.__class__ is nixl_mem_t else nixl_mem_t(type)
         self._keepalive: object = None
+        self._extras: list[Any] = []  # empty where tuples have three elements
         if isinstance(descs, np.ndarray):
             self._rows = self._from_array(descs)
         elif isinstance(descs, list):
-            for desc in descs:
-                if desc.__class__ is not tuple or len(desc) != self._width:
+            if set(map(builtins.type, descs)) - {tuple} or set(map(len, descs)) - {self._width}:
+                for desc in descs:
                     self._check(desc)
-            self._rows = _as_rows(descs)
+            self._rows, rest = _as_rows(descs)
+            for column in rest:
+                is_blank = set(column) == {self._blank} or set(column) == {""}
+                self._extras = (
+                    [self._blank] * len(column) if is_blank else list(map(self._extra, column))
+                )
         else:
             self._rows = np.zeros((int(descs) or init_size, 3), dtype=np.uint64)
         self._count = len(self._rows)
-        self._extras: list[Any] = []  # empty where tuples have three elements
-        if self._width > 3:
-            self._extras = (
-                [self._extra(desc) for desc in descs]
-                if isinstance(descs, list)
-                else [self._blank] * self._count
-            )
+        if self._width > 3 and not self._extras:
+            self._extras = [self._blank] * self._count
 
     @classmethod
     def _from_array(cls, descs: NDArray[Any]) -> Rows:
         if descs.ndim != 2 or descs.shape[1] != 3:
             raise ValueError(f"descs must be a Nx3 numpy array; its shape is {descs.shape}")
-        if descs.dtype not in (np.uint64, np.int64):
+        is_signed = descs.dtype == _INT64
+        if not is_signed and descs.dtype != _UINT64:
             raise ValueError(
                 f"descs must be a Nx3 numpy array of uint64 or int64; it is of {descs.dtype}"
             )
         if not descs.flags.c_contiguous:
             raise ValueError("descs must be a C-contiguous numpy array")
-        if descs.dtype == np.int64 and len(descs) and int(descs.min()) < 0:
+        if is_signed and len(descs) and int(descs.min()) < 0:
             index, column = (int(i) for i in np.argwhere(descs < 0)[0])
             raise ValueError(f"descs[{index}, {column}] is {descs[index, column]}, below zero")
         return descs.astype(np.uint64)
@@ -392,8 +399,9 @@ class _DescList:
             )
 
     @classmethod
-    def _extra(cls, desc: tuple[Any, ...]) -> object:
-        return desc[3:]
+    def _extra(cls, value: Any) -> object:  # noqa: ANN401
+        """Return the fourth element of a tuple as it is kept."""
+        return value
 
     @property
     def rows(self) -> Rows:
@@ -430,25 +438,25 @@ class _DescList:
         self._check(desc)
         self.rows[self._index(index)] = _as_rows([desc])[0]
         if self._extras:
-            self._extras[index] = self._extra(desc)
+            self._extras[index] = self._extra(desc[3])
 
     def addDesc(self, desc: tuple[Any, ...]) -> None:
         self._check(desc)
-        row = _as_rows([desc])
+        row, _ = _as_rows([desc])
         if self._count == len(self._rows):
             spare = np.empty((max(8, self._count), 3), dtype=np.uint64)
             self._rows = np.concatenate([self._rows, spare])
         self._rows[self._count] = row[0]
         if self._width > 3:
-            self._extras.append(self._extra(desc))
+            self._extras.append(self._extra(desc[3]))
         self._count += 1
 
     append = addDesc
 
     def index(self, desc: tuple[Any, ...]) -> int:
         self._check(desc)
-        for place in np.flatnonzero((self.rows == _as_rows([desc])).all(axis=1)):
-            if not self._extras or self._extras[place] == self._extra(desc):
+        for place in np.flatnonzero((self.rows == _as_rows([desc])[0]).all(axis=1)):
+            if not self._extras or self._extras[place] == self._extra(desc[3]):
                 return int(place)
         raise nixlNotFoundError(f"{desc!r} is not in the list of {self._count} descriptors")
 
@@ -481,10 +489,13 @@ class nixlXferDList(_DescList):
     """Descriptors of a transfer: tuples of address, length in bytes, device."""
 
     def __getstate__(self) -> bytes:
-        data = self.rows.tobytes()
+        return b"".join(self._state())
+
+    def _state(self) -> list[bytes | memoryview]:
+        data = self.rows.data.cast("B") if self._count else b""
         return _dump(b"nixlBDList", self, [data] if data else [])
 
-    def __setstate__(self, state: bytes) -> None:
+    def __setstate__(self, state: bytes | memoryview) -> None:
         mem, count, reader = _load(b"nixlBDList", state)
         data = reader.take(b"") if count else b""
         if len(data) != 24 * count:
@@ -500,17 +511,20 @@ class nixlRegDList(_DescList):
     _blank = b""
 
     @classmethod
-    def _extra(cls, desc: tuple[Any, ...]) -> bytes:
-        return _as_bytes(desc[3], "the fourth element of a descriptor")
+    def _extra(cls, value: object) -> bytes:
+        return _as_bytes(value, "the fourth element of a descriptor")
 
     def trim(self) -> nixlXferDList:
         return nixlXferDList(self._type, self.rows)
 
     def __getstate__(self) -> bytes:
+        return b"".join(self._state())
+
+    def _state(self) -> list[bytes | memoryview]:
         rows = zip(self.rows, self._extras, strict=True)
         return _dump(b"nixlSDList", self, [row.tobytes() + extra for row, extra in rows])
 
-    def __setstate__(self, state: bytes) -> None:
+    def __setstate__(self, state: bytes | memoryview) -> None:
         mem, count, reader = _load(b"nixlSDList", state)
         descs = []
         for _ in range(count):
@@ -518,7 +532,7 @@ class nixlRegDList(_DescList):
             if len(data) < 24:
                 raise nixlMismatchError(f"a descriptor of {len(data)} bytes, below 24")
             numbers = (int.from_bytes(data[i : i + 8], "little") for i in (0, 8, 16))
-            descs.append((*numbers, data[24:]))
+            descs.append((*numbers, bytes(data[24:])))
         nixlRegDList.__init__(self, mem, descs)
 
 
@@ -529,26 +543,34 @@ class nixlRemoteDList(_DescList):
     _blank = ""
 
     @classmethod
-    def _extra(cls, desc: tuple[Any, ...]) -> str:
-        return _as_text(desc[3])
+    def _extra(cls, value: Text) -> str:
+        return _as_text(value)
 
 
-def _dump(kind: bytes, descs: _DescList, items: list[bytes]) -> bytes:
-    head = [
+def _dump(
+    kind: bytes, descs: _DescList, items: Sequence[bytes | memoryview]
+) -> list[bytes | memoryview]:
+    """Return the parts of the serialised form."""
+    parts: list[bytes | memoryview] = [
+        _HEADER,
         _field(b"nixlDList", kind),
         _field(b"t", int(descs.getType()).to_bytes(4, "little")),
         _field(b"n", descs.descCount().to_bytes(8, "little")),
     ]
-    return _HEADER + b"".join(head) + b"".join(_field(b"", item) for item in items)
+    for item in items:
+        parts += (len(item).to_bytes(8, "little"), item, b"|")
+    return parts
 
 
-def _load(kind: bytes, state: bytes) -> tuple[nixl_mem_t, int, _FieldReader]:
+def _load(kind: bytes, state: bytes | memoryview) -> tuple[nixl_mem_t, int, _FieldReader]:
     reader = _FieldReader(state)
     seen = reader.take(b"nixlDList")
     mem = int.from_bytes(reader.take(b"t"), "little")
     count = int.from_bytes(reader.take(b"n"), "little")
     if seen != kind or mem not in tuple(nixl_mem_t):
-        raise nixlMismatchError(f"a list of kind {seen!r} and memory {mem}, expected {kind!r}")
+        raise nixlMismatchError(
+            f"a list of kind {bytes(seen)!r} and memory {mem}, expected {kind!r}"
+        )
     return nixl_mem_t(mem), count, reader
 
 
@@ -607,9 +629,9 @@ class nixlAgent:
         self._backends: dict[int, nixl.Backend] = {}
         self._prepared: dict[int, nixl.PreparedList] = {}
         self._requests: dict[int, nixl.XferRequest] = {}
-        # Holds what the agent has made, so that all of it is still there when the agent is closed.
-        kept = (self._prepared, self._requests)
-        weakref.finalize(self, lambda agent, _kept: agent.close(0.0), self._agent, kept)
+        # At exit the interpreter can end what is released later no more; see `_end`.
+        self._ended: list[bool] = []
+        weakref.finalize(self, _end, self._agent, self._ended, self._prepared, self._requests)
 
     @property
     def is_closed(self) -> bool:
@@ -661,7 +683,7 @@ class nixlAgent:
         The number of backends does not matter: memory is deregistered from all of its backends.
         Refused only while a transfer moves bytes of it; lists and transfers on it become stale.
         """
-        if not self._agent.is_closed:  # which deregisters everything
+        if not self._ended:
             _require(descs, nixlRegDList)
             self._agent.deregister_counted(descs.rows, descs.memory, self._chosen(backends))
         return nixl_status_t.NIXL_SUCCESS
@@ -703,6 +725,8 @@ class nixlAgent:
 
     def invalidateRemoteMD(self, peer: Text) -> nixl_status_t:
         """Forget a peer; one that is not known is no error."""
+        if self._ended:
+            return _SUCCESS
         try:
             self._agent.invalidate_remote_md(_as_text(peer))
         except UnknownPeerError:
@@ -759,23 +783,22 @@ class nixlAgent:
         Without a name, or with an empty one, it is for the local side. With a kind of memory, the
         descriptors are rows of address, length, device, stride and count.
         """
-        names = ["agent_name", "descs", "backend"]
         if isinstance(agent_name, nixlXferDList):
             args, agent_name = (agent_name, *args), NIXL_INIT_AGENT
-        if "mem_type" in kwargs or (args and isinstance(args[0], nixl_mem_t)):
-            names.insert(1, "mem_type")
-        given = dict(zip(names[1:], args, strict=False)) | kwargs
-        descs = given["descs"]
-        peer, backends = _as_text(agent_name), self._chosen(given.get("backend", ()))
+        memory = kwargs.pop("mem_type", None)
+        if memory is None and args and isinstance(args[0], nixl_mem_t):
+            memory, *args = args  # type: ignore[assignment]
+        given = dict(zip(("descs", "backend"), args, strict=False)) | kwargs
+        peer, descs = _as_text(agent_name), given["descs"]
+        backends = self._chosen(given.get("backend", ()))
         try:
-            if "mem_type" in given:
-                memory = _MEMORY[nixl_mem_t(given["mem_type"])]
-                prepared = self._agent.prep_xfer_runs(peer, _as_runs(descs), memory, backends)
+            if memory is not None:
+                prepared = self._agent.prep_xfer_runs(
+                    peer, _as_runs(descs), _MEMORY[memory], backends
+                )
             else:
                 _require(descs, nixlXferDList)
-                prepared = self._agent.prep_xfer_dlist(
-                    peer, descs.rows, descs.memory, backends=backends
-                )
+                prepared = self._agent._prep_xfer_dlist(peer, descs.rows, descs.memory, backends)
         except _NATIVE_ERRORS as error:
             # All else has been checked, so NIXL can only refuse memory that no backend knows.
             _rename(error, nixlNotFoundError)
@@ -867,7 +890,10 @@ class nixlAgent:
 
     def queryXferBackend(self, reqh: int) -> int:
         chosen = self._agent.query_xfer_backend(self._request(reqh))
-        return next(number for number, backend in self._backends.items() if backend is chosen)
+        for number, backend in self._backends.items():
+            if backend is chosen:
+                return number
+        raise nixlBackendError(f"NIXL does not tell which of {list(self._backends.values())} it is")
 
     @_catches
     def releaseXferReq(self, reqh: int) -> nixl_status_t:
@@ -876,22 +902,24 @@ class nixlAgent:
         The bytes of one that runs still move, whatever is done with the handle. The agent keeps it
         until it has ended, and its memory registered.
         """
+        if self._ended:
+            return _SUCCESS
         try:
             self._agent.release_xfer_req(self._request(reqh))
         except _NATIVE_ERRORS as error:
-            if not self._agent.is_closed:
-                _rename(error)
+            _rename(error)
         self._requests.pop(reqh, None)
         return _SUCCESS
 
     @_catches
     def releasedDlistH(self, handle: int) -> nixl_status_t:
         """Release a prepared list; transfers made from it may go on."""
+        if self._ended:
+            return _SUCCESS
         try:
             self._agent.release_dlist_handle(self._prepared_list(handle), when_unused=True)
         except _NATIVE_ERRORS as error:
-            if not self._agent.is_closed:
-                _rename(error)
+            _rename(error)
         self._prepared.pop(handle, None)
         return _SUCCESS
 
@@ -903,7 +931,7 @@ class nixlAgent:
     ) -> dict[str, list[bytes]]:
         """Return the map with the notifications that have arrived added to it."""
         try:
-            notes = self._agent.get_notifs(backends=self._chosen(backends))
+            notes = self._agent._get_notifs(self._chosen(backends))
         except _NATIVE_ERRORS as error:
             _rename(error)
         merged = {peer: list(messages) for peer, messages in notif_map.items()}
@@ -964,6 +992,16 @@ class nixlAgent:
             raise nixlNotFoundError(f"there is no plugin {plugin!r}; NIXL has {plugins}")
 
 
+def _end(
+    agent: nixl.Agent,
+    ended: list[bool],
+    *kept: object,  # noqa: ARG001 - what the agent has made is still there when it is closed
+) -> None:
+    """Close an agent; programs may release what it made after that."""
+    agent.close(0.0)
+    ended.append(True)
+
+
 def _find(table: dict[int, Result], number: int, what: str) -> Result:
     try:
         return table[number]
@@ -993,8 +1031,8 @@ def _as_runs(descs: NDArray[Any]) -> NDArray[np.uint64]:
     """Return rows of address, length, device, stride and count."""
     if descs.ndim != 2 or descs.shape[1] != 5:
         raise ValueError("strided descriptors must be an Nx5 numpy array")
-    is_signed = descs.dtype == np.int64
-    if not (is_signed or descs.dtype == np.uint64) or (is_signed and (descs < 0).any()):
+    is_signed = descs.dtype == _INT64
+    if not (is_signed or descs.dtype == _UINT64) or (is_signed and (descs < 0).any()):
         raise ValueError("strided descriptors must be uint64 or int64, and not negative")
     return np.ascontiguousarray(descs, dtype=np.uint64)
 

@@ -80,10 +80,15 @@ def installed_names() -> list[str]:
     return [finder.name for finder in sys.meta_path if isinstance(finder, _Finder)]
 
 
-def install_if_asked() -> None:
-    """Call `install` if ``PYNIXLKV_NIXL_API`` is 1, as a plugin of ``vllm.general_plugins``."""
+def is_asked() -> bool:
+    """Return whether ``PYNIXLKV_NIXL_API`` is 1."""
     value = os.environ.get(VARIABLE, "0")
     if value not in ("0", "1"):
         raise ConfigError(f"{VARIABLE} is {value!r}; it must be 1 to be used, or 0")
-    if value == "1":
+    return value == "1"
+
+
+def install_if_asked() -> None:
+    """Call `install` if `is_asked`, as a plugin of ``vllm.general_plugins``."""
+    if is_asked():
         install()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import deque
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from pynixlkv.connector.metadata import (
 from pynixlkv.connector.scheduler import ConnectorScheduler
 from pynixlkv.connector.staging import HostBlockPool, HostStaging, make_host_tensors
 from pynixlkv.connector.worker import ConnectorWorker, Finished
-from pynixlkv.errors import LibraryVersionError, PynixlkvError
+from pynixlkv.errors import ContentMismatch, LibraryVersionError, PynixlkvError
 from pynixlkv.handshake import Handshake
 from pynixlkv.vllm.caches import ParallelPlace, group_specs, kv_cache, layer_number
 from pynixlkv.vllm.content import content_digest
@@ -111,6 +112,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._infos: dict[str, RequestInfo] = {}
         self._computed: dict[str, int] = {}
         self._rejected: dict[str, str] = {}
+        self._refused_leases: deque[str | None] = deque(maxlen=1024)  # of other prompts
         self._failing: dict[str, str] = {}  # rejected requests for the next results
         self._not_sent: set[str] = set()  # the same for requests to hold
         self._copy: BlockCopy | None = None
@@ -184,10 +186,17 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             try:
                 params = KVTransferParams.from_dict(request.kv_transfer_params)
                 params = _for_samples(params, request.request_id)
-                content = cache(partial(self._content, request))
+                content = None
+                # vLLM's notice that a request has failed has its hand-off, but no prompt.
+                if not request.abort_immediately:
+                    content = cache(partial(self._content, request))
+                elif params.lease in self._refused_leases:
+                    params = KVTransferParams()
                 info = RequestInfo(request.request_id, request.num_prompt_tokens, params, content)
                 self._side.get_num_new_matched_tokens(info, 0)
             except Exception as error:
+                if isinstance(error, ContentMismatch):
+                    self._refused_leases.append(params.lease)
                 self._reject(request, error)
                 info = RequestInfo(request.request_id, request.num_prompt_tokens)
             self._infos[request.request_id] = info

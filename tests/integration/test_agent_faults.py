@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import random
-import subprocess
-import sys
 import threading
 import time
 
 import numpy as np
 import psutil
 import pytest
+from interpreter import run_python
 
 from pynixlkv import TransferPlan, TransferState
 from pynixlkv.agent import num_quarantined_agents
@@ -233,11 +232,12 @@ def test_a_refused_read_names_what_arrived(remote, make):
 
 
 LIMITED = """
-import os, resource, sys
+import os, resource
 from pynixlkv.errors import PynixlkvError
 from pynixlkv.nixl import NixlAgent
 from pynixlkv.ucx import UcxAgent
-kind, spare = {"nixl": NixlAgent, "ucx": UcxAgent}[sys.argv[1]], int(sys.argv[2])
+kind = {"nixl": NixlAgent, "ucx": UcxAgent}[os.environ["KIND"]]
+spare = int(os.environ["SPARE"])
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 used = len(os.listdir("/proc/self/fd")) - 1
 resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, hard))
@@ -253,11 +253,6 @@ except PynixlkvError as error:
 @pytest.mark.parametrize("backend", ["nixl", "ucx"])
 def test_too_few_descriptors_are_an_error(backend):
     for spare in range(0, 109, 9):
-        run = subprocess.run(
-            [sys.executable, "-c", LIMITED, backend, str(spare)],
-            capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
-        assert run.returncode == 0, (spare, run.stderr)
+        answer = run_python(LIMITED, KIND=backend, SPARE=str(spare))
         if spare < 32 or spare > 100:
-            wanted = "ResourceExhausted" if spare < 32 else "done"
-            assert run.stdout.split() == [wanted], (spare, run.stderr)
+            assert answer == ("ResourceExhausted" if spare < 32 else "done"), spare

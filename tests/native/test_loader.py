@@ -371,6 +371,22 @@ def test_ucx_is_looked_for_in_order(install, tmp_path):
     assert _loader.find_ucx().origin == "libucx-cu13"
 
 
+def test_a_ucx_with_infiniband_comes_first_on_a_host_with_rdma_devices(
+    install, tmp_path, monkeypatch, caplog, build_ucx
+):
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    monkeypatch.setattr(_loader, "_RDMA_DEVICES", tmp_path / "infiniband")
+    library = build_ucx(22)
+    install("libucx-cu13", "1.22.0", library="libucp.so")
+    location = _loader.find_ucx()
+    assert location.origin == "libucx-cu13"
+    monkeypatch.setattr(_loader.UCX, "open_path", lambda _: library)
+    _loader.load_ucx()
+    assert "the RDMA devices mlx5_0 are not used: libucx-cu13 has no InfiniBand" in caplog.text
+    install("nixl-cu12", "1.5.1", library="libucp-0123abcd.so.0.0.0")
+    assert _loader.find_ucx().origin == "nixl-cu12"
+
+
 @pytest.fixture
 def build_ucx(compile_library):
     """Build a libucp of a version, without some of the functions that pynixlkv needs."""

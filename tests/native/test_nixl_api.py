@@ -8,13 +8,14 @@ import importlib
 import inspect
 import os
 import pickle
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from interpreter import run_python
+from interpreter import interpret, run_python
 from ports import free_port
 from transfers import Area
 
@@ -730,6 +731,15 @@ def test_registrations_are_counted(ours):
         agent.deregister_memory(second)
     with pytest.raises(ours.bindings.nixlNotFoundError):
         agent.prep_xfer_dlist("", first.trim())
+    row = tuples(area, [0])[0]
+    twice = agent.register_memory([(*row, "")] * 2, "DRAM")
+    agent.deregister_memory(first)
+    with pytest.raises(ours.bindings.nixlNotFoundError, match="is not registered"):
+        agent.deregister_memory(twice)  # all or none
+    agent.prep_xfer_dlist("", [row], "DRAM").release()
+    agent.deregister_memory(first)
+    with pytest.raises(ours.bindings.nixlNotFoundError):
+        agent.prep_xfer_dlist("", [row], "DRAM")
 
 
 def test_registering_is_all_or_none(ours):
@@ -979,6 +989,140 @@ def test_a_failed_storage_transfer_is_a_failed_backend(api, tmp_path):
     assert (tmp_path / "file").read_bytes() == bytes(BLOCK)
 
 
+def test_a_large_strided_list_is_prepared_where_rows_are_chosen(ours):
+    """Two million descriptors over 64 KiB: only a request makes NIXL's list of them."""
+    a, b = connect(ours)
+    count, length = 1 << 21, 64
+    overlapping = np.array(
+        [[side.area.inside.ctypes.data, length, 0, 0, count // 2] for side in (a, b)], np.uint64
+    )
+    overlapping[:, 3] = (BLOCK * NUM_BLOCKS - length) // (count // 2)  # all start at one address
+    steps = np.array([[0, length, 0, length, BLOCK * NUM_BLOCKS // length]], np.uint64)
+    lists = []
+    for name, side, row in (("", a, overlapping[0]), ("b", b, overlapping[1])):
+        steps[0, 0] = side.area.inside.ctypes.data
+        lists.append(a.agent.prep_xfer_dlist(name, np.concatenate([[row], [row], steps]), "DRAM"))
+    # The third run: what comes before it must be counted.
+    mine, theirs = (np.array(chosen) + count for chosen in ([5, 100, 6], [7, 200, 8]))
+    handle = a.agent.make_prepped_xfer("READ", lists[0], mine, lists[1], theirs)
+    move(a.agent, handle)
+    pieces, source = (x.area.expected[64:-64].reshape(-1, length) for x in (a, b))
+    pieces[[5, 100, 6]] = source[[7, 200, 8]]
+    a.area.check()
+    b.area.check()
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        ([0, 64, 0, 64, 1 << 31], "largest index"),
+        ([0, 64, 0, 1 << 60, 1 << 8], "beyond the end of the address space"),
+        ([0, 0, 0, 64, 8], "zero length"),
+        ([0, 64, 0, 64, 0], "are empty"),
+        ([BLOCK * NUM_BLOCKS - 64, 64, 0, 64, 2], "local descriptor 1 .* is not wholly inside"),
+    ],
+    ids=str,
+)
+def test_bad_strided_lists(ours, row, error):
+    a, _b = connect(ours)
+    bindings = ours.bindings
+    strided = np.array([row], np.uint64)
+    strided[0, 0] += a.area.inside.ctypes.data
+    with pytest.raises((bindings.nixlInvalidParamError, bindings.nixlNotFoundError), match=error):
+        a.agent.prep_xfer_dlist("", strided, "DRAM")
+
+
+@pytest.mark.parametrize("form", [tuple, list, np.array, lambda x: np.array(x, np.uint16), iter])
+def test_forms_of_indices(ours, form):
+    a, b = connect(ours)
+    local, remote = (
+        a.agent.prep_xfer_dlist(name, side.area.rows(range(NUM_BLOCKS), BLOCK), "DRAM")
+        for name, side in (("", a), ("b", b))
+    )
+    if form is iter:
+        with pytest.raises(ours.bindings.nixlInvalidParamError):
+            a.agent.make_prepped_xfer("READ", local, form([4, 2]), remote, form([1, 3]))
+        return
+    move(a.agent, a.agent.make_prepped_xfer("READ", local, form([4, 2]), remote, form([1, 3])))
+    expected_blocks(a.area)[[4, 2]] = expected_blocks(b.area)[[1, 3]]
+    a.area.check()
+
+
+def test_none_is_serialised_and_read_back(api):
+    agent = api.nixl_agent("a", api.nixl_agent_config(backends=[]))
+    assert agent.deserialize_descs(agent.get_serialized_descs(None)) is None
+
+
+def test_a_plugin_whose_library_is_missing(api):
+    agent = api.nixl_agent("a", api.nixl_agent_config(backends=[]))
+    assert "GDS" in agent.get_plugin_list()
+    assert agent.get_plugin_params("GDS") == {}
+    assert agent.get_plugin_mem_types("GDS") == []
+    with pytest.raises(api.bindings.nixlNotFoundError):
+        agent.create_backend("GDS")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"name": 5}, TypeError),
+        ({"name": None}, TypeError),
+        ({"name": ""}, ValueError),
+        ({"listen_port": 1 << 16}, TypeError),
+        ({"listen_port": "8888"}, TypeError),
+        ({"variable": "NIXL_ETCD_ENDPOINTS"}, RuntimeError),
+    ],
+    ids=str,
+)
+def test_errors_of_the_constructor(monkeypatch, api, arguments, error):
+    settings = dict(arguments)
+    name = settings.pop("name", "a")
+    if variable := settings.pop("variable", None):
+        monkeypatch.setenv(variable, "")
+    with pytest.raises(error):
+        api.nixl_agent(name, api.nixl_agent_config(backends=[], **settings))
+
+
+@pytest.mark.parametrize("package", PACKAGES.values())
+def test_programs_that_deregister_at_exit_see_no_traceback(package):
+    code = f"""
+        import numpy as np
+        from {package}._api import nixl_agent, nixl_agent_config
+        class Holder:
+            def __init__(self):
+                self.agent = nixl_agent("a", nixl_agent_config(enable_prog_thread=False))
+                self.memory = np.zeros(4096, np.uint8)
+                row = (self.memory.ctypes.data, 4096, 0)
+                self.registered = self.agent.register_memory([(*row, "")], "DRAM")
+                self.prepared = self.agent.prep_xfer_dlist("", [row], "DRAM")
+                descs = self.agent.get_xfer_descs([row], "DRAM")
+                self.handle = self.agent.initialize_xfer("READ", descs, descs, "a")
+            def __del__(self):
+                self.agent.release_xfer_handle(self.handle)
+                self.agent.release_dlist_handle(self.prepared)
+                self.agent.deregister_memory(self.registered)
+                self.agent.remove_remote_agent("nobody")
+                print("deregistered")
+        holder = Holder()
+        holder.cycle = holder
+    """
+    result = interpret(code, NIXL_LOG_LEVEL="fatal")
+    assert "Traceback" not in result.stderr
+    assert "deregistered" in result.stdout
+
+
+@pytest.mark.parametrize(("level", "shown"), [("debug", "DI"), ("info", "I"), ("error", "")])
+def test_the_log_obeys_nixls_variable(level, shown):
+    code = """
+        from pynixlkv.nixl_api._logging import get_logger
+        log = get_logger("test")
+        log.debug("D")
+        log.info("I")
+    """
+    lines = run_python(code, NIXL_LOG_LEVEL=level).splitlines()
+    assert "".join(line[-1] for line in lines) == shown
+
+
 # ---- the switch
 
 
@@ -1032,4 +1176,37 @@ def test_the_environment_variable(value, expected):
         except ValueError:
             print("refused")
     """
-    assert run_python(code, PYNIXLKV_NIXL_API=value) == expected
+    assert run_python(code, PYNIXLKV_NIXL_API=value, NIXL_LOG_LEVEL="error") == expected
+
+
+PROGRAM_NAMES = ("nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm", "rixl")
+PROGRAM = """
+import sys
+from {name}._api import nixl_agent
+print(nixl_agent.__module__, sys.argv[1:], __name__)
+"""
+
+
+@pytest.mark.parametrize("name", PROGRAM_NAMES)
+def test_a_program_runs_on_ours_whatever_it_imports(tmp_path, name):
+    (tmp_path / "program.py").write_text(PROGRAM.format(name=name))
+    command = [sys.executable, "-m", "pynixlkv.nixl_api"]
+    for arguments in (["program.py"], ["-m", "program"]):
+        result = subprocess.run(
+            [*command, *arguments, "--flag", "x"],
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        assert f"stands in for {', '.join(PROGRAM_NAMES)}" in result.stdout
+        expected = "pynixlkv.nixl_api._api ['--flag', 'x'] __main__"
+        assert result.stdout.splitlines()[-1] == expected
+
+
+def test_a_program_must_be_named():
+    result = subprocess.run(
+        [sys.executable, "-m", "pynixlkv.nixl_api"], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("usage: python -m pynixlkv.nixl_api")

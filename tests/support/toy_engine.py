@@ -63,6 +63,8 @@ class Model:
     layers: int = 2
     kv_heads: int | None = 4
     dim: int = 8
+    packing: str = ""
+    """Name of a packing that makes pages opaque."""
 
     def kv(self, prompt: int, layers: range, heads: range, tokens: range) -> npt.NDArray[np.uint16]:
         """Return the KV of a prompt, shape (layers, 2 or 1, heads, tokens, dim)."""
@@ -103,6 +105,8 @@ class ToyRank:
             kv_heads=model.kv_heads,
             tp=(rank[1], parallel.tp),
             layers=list(self.layers),
+            dtype=f"uint16:{model.packing}" if model.packing else None,
+            opaque_axes="HND" if model.packing else "",
         )
         self.metadata = worker.register_kv_caches(self.cache)
 

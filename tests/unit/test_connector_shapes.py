@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from toy_engine import Model
 from toy_world import World
@@ -13,6 +15,39 @@ MODELS = {
 }
 # Pipeline stages and tensor-parallel ranks of the producer, then of the consumer.
 SHAPES = [(2, 1, 1, 1), (1, 1, 2, 1), (2, 2, 1, 1), (4, 1, 2, 2), (1, 4, 2, 1), (2, 1, 4, 4)]
+
+
+PACKED = Model(layers=4, kv_heads=4, packing="nvfp4")
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_opaque_pages_arrive_whole_between_equal_tp_sizes(mode):
+    with World(mode) as world:
+        prefill, decode = (world.engine(name, PACKED, pp=2, tp=2) for name in "PD")
+        params = prefill.prefill("p", 0, 13)
+        decode.arrive("d", 0, 13, params)
+        assert decode.schedule("d", 0) == 13
+        world.until(lambda: "d" in world.outcomes["D"].received)
+        assert decode.holds("d")
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize(
+    ("tp", "options", "message"),
+    [
+        (1, {}, r"indivisible in pages of uint16:nvfp4, is '4 of 4' here and '2 of 4' there"),
+        (4, {}, r"indivisible in pages of uint16:nvfp4, is '1 of 4' here and '2 of 4' there"),
+        (2, {"block_size": 8}, "token axis is opaque, so blocks must hold the same tokens"),
+    ],
+)
+def test_opaque_pages_of_unlike_shapes_are_refused_at_first_contact(mode, tp, options, message):
+    with World(mode) as world:
+        prefill = world.engine("P", PACKED, tp=2)
+        decode = world.engine("D", PACKED, tp=tp, **options)
+        decode.arrive("d", 0, 13, prefill.prefill("p", 0, 13))
+        decode.schedule("d", 0)
+        world.until(lambda: "d" in world.outcomes["D"].failed)
+        assert all(re.search(message, str(end.error)) for end in world.outcomes["D"].failed["d"])
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])

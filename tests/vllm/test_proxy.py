@@ -219,10 +219,11 @@ def test_an_answer_in_one_piece(services, expected):
     assert json.loads(line)["choices"][0]["text"].split() == words(tokens)
 
 
-def test_an_error_of_a_server_reaches_who_asked(services):
+@pytest.mark.parametrize("prompt", [[5, 6], [[5, 6], [7, 8]]])
+def test_an_error_of_a_server_reaches_who_asked(services, prompt):
     _, _, proxy = services
     with pytest.raises(urllib.error.HTTPError) as caught:
-        list(ask(proxy, [5, 6], model="another"))
+        list(ask(proxy, prompt, model="another"))
     assert caught.value.code == 404
     assert "another" in caught.value.read().decode()
     caught.value.close()

@@ -389,6 +389,19 @@ def test_the_kv_of_another_prompt_is_neither_loaded_nor_cached(base, params, pol
     decode.check_that_nothing_is_left()
 
 
+def test_vllms_notice_of_a_failed_request_releases_its_own_hand_off_only(base, decode):
+    _, mixed_up = hand_over(base, 70, "p-1")
+    _, own = hand_over(base, 70, "p-2", first=500)
+    decode.add("d-1", 70, mixed_up, first=500)
+    decode.step(failed=decode.step()[0].rejected)
+    for request_id, params in (("n-1", mixed_up), ("n-2", {**own, "lease": "5-7"})):
+        decode.add(request_id, 1, params, first=0, abort_immediately=True)
+        decode.abort(request_id)
+    message, _ = decode.step()
+    assert message.connector.reqs_to_release.keys() == {"n-2"}
+    assert not message.rejected
+
+
 def image(identifier, offset=10, **data):
     elements = {
         key: MultiModalFieldElem(torch.tensor(value), MultiModalSharedField(batch_size=1))
