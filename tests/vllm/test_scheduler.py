@@ -200,6 +200,23 @@ def test_a_hand_off_names_requests_as_each_side_does(base, decode):
     producer.check_that_nothing_is_left()
 
 
+def test_samples_of_one_request_are_readers_of_one_lease(base, decode):
+    producer = Side(base, PRODUCER)
+    for number in range(3):
+        producer.add(f"{number}_p", 70, {"do_remote_decode": True})
+    offers = []
+    while len(offers) < 3:
+        offers += [output.kv_transfer_params for output in producer.run()[1].values()]
+    assert len({offer["lease"] for offer in offers}) == 1
+    assert sorted(offer["num_readers"] for offer in offers) == [0, 2, 3]
+    assert producer.num_free == BLOCKS - 1 - 3
+    # A router that asked for one sample does not know how many are going to read it.
+    for told, meant in ((1, 0), (3, 3)):
+        decode.add(f"{told}_d", 70, {**offers[0], "num_readers": told})
+        message, _ = decode.step()
+        assert message.connector.reqs_to_recv[f"{told}_d"].remote.num_readers == meant
+
+
 def test_an_abort_of_a_queued_request_releases_it(decode, params):
     decode.add("d-1", 70, params)
     decode.abort("d-1")
