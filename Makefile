@@ -12,6 +12,8 @@ PIP := $(call pip,$(VENV))
 BUILD := --no-build-isolation --no-deps -Cbuild-dir=build/$(PRESET) \
 	-Ccmake.args=--preset=$(PRESET) -Ccmake.build-type= -Cinstall.strip=false
 IN_VENV := PATH="$(abspath $(VENV))/bin:$$PATH"
+# A CUDA driver without a GPU, which the C++ tests build.
+CUDA_STUB = LD_LIBRARY_PATH="$(abspath build/$(PRESET)/cuda_stub)"
 # The C++ tests that need a UCX take the one of the libucx wheel, or else of NIXL's.
 UCX = $(shell find $(VENV)/lib -name 'libucp.so.0' -o -name 'libucp-*.so*' | sort | head -n 1)
 ctest = $(IN_VENV) cmake --build --preset $(1) && $(IN_VENV) \
@@ -19,7 +21,7 @@ ctest = $(IN_VENV) cmake --build --preset $(1) && $(IN_VENV) \
 
 NATIVE_SOURCES := CMakeLists.txt CMakePresets.json pyproject.toml $(wildcard cmake/*.cmake) \
 	$(shell find csrc -name '*.?pp' -o -name '*.pyx' -o -name '*.pxd') tests/cpp/CMakeLists.txt
-FORMATTED := $(shell find csrc tests/cpp -name '*.?pp')
+FORMATTED := $(shell find csrc tests/cpp tests/cuda_stub -name '*.?pp')
 
 .PHONY: help ci build demo test wheel sdist check-wheel test-wheel ci-wheel matrix release-check \
 	test-vllm test-vllm-ci bench-vllm lint typing stubs format tidy asan asan-tests tsan cov \
@@ -64,7 +66,8 @@ demo: build  ## move a real KV cache between processes and compare every byte
 test: build $(VENV)/.test-deps  ## all tests that need no accelerator; none may be skipped
 	$(call ctest,$(PRESET))
 	$(PY) -m pytest --junitxml=build/pytest.xml
-	$(PY) .ci/check_layers.py build/pytest.xml
+	$(CUDA_STUB) $(PY) -m pytest tests/cuda --junitxml=build/pytest-cuda.xml
+	$(PY) .ci/check_layers.py build/pytest.xml build/pytest-cuda.xml
 
 WHEEL_PYTHONS ?= 3.10 3.11 3.12 3.13
 WHEEL_PY := .venv-wheel/bin/python

@@ -8,16 +8,17 @@ from __future__ import annotations
 import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
-MUST_RUN = ("unit", "native", "integration", "bench")
+MUST_RUN = ("unit", "native", "integration", "bench", "cuda")
 
 
-def main(report: Path) -> int:
+def main(*reports: Path) -> int:
     """Print how many tests of each folder ran and return the exit status."""
     ran: Counter[str] = Counter()
     failures = []
-    for case in ET.parse(report).iter("testcase"):
+    for case in chain.from_iterable(ET.parse(report).iter("testcase") for report in reports):
         where = case.get("classname", "").split(".")
         layer = where[1] if where[0] == "tests" and len(where) > 1 else where[0]
         skipped = case.find("skipped")
@@ -35,4 +36,4 @@ def main(report: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(*map(Path, sys.argv[1:])))

@@ -78,6 +78,7 @@ class NativeReport:
     plugins: tuple[PluginReport, ...]
     transports: tuple[str, ...]  # that this UCX could open, as "transport/device"
     memory_types: tuple[str, ...]  # of the plugins that load; VRAM only with a CUDA transport
+    device_memory: tuple[str, ...]  # how GPU memory moves here; empty without a CUDA transport
     missing: tuple[str, ...]  # what is missing or does not work, and how to get it
 
     def to_dict(self) -> dict[str, object]:
@@ -120,6 +121,9 @@ class _Wheels:
 
 # NIXL's wheels carry a UCX of their own under names with a hash.
 UCX_IN_NIXL = _Wheels(NIXL_DISTRIBUTIONS, "libucp-*.so*")
+
+
+_PEERMEM = Path("/sys/module/nvidia_peermem")
 
 
 @dataclass
@@ -354,9 +358,34 @@ def _missing(transports: tuple[str, ...]) -> list[str]:
             "VRAM: this UCX could not open a CUDA transport; needs an NVIDIA GPU and its driver "
             "(libcuda.so.1)"
         )
-    if not any(name.startswith(("rc", "dc", "ud", "srd")) for name in names):
+    if not _has_rdma(names):
         missing.append("RDMA: this UCX could not open an RDMA device; needs one and its driver")
+    elif "cuda_copy" in names and not _PEERMEM.exists():
+        missing.append(
+            "GPUDirect RDMA: nvidia_peermem is not loaded; where the kernel or the driver lacks "
+            "dma-buf, GPU memory passes through host memory on its way to other hosts: "
+            "modprobe nvidia_peermem"
+        )
     return missing
+
+
+def _has_rdma(names: set[str]) -> bool:
+    return any(name.startswith(("rc", "dc", "ud", "srd")) for name in names)
+
+
+def _device_memory(transports: tuple[str, ...]) -> tuple[str, ...]:
+    """Return how GPU memory moves with these transports."""
+    names = {transport.split("/")[0] for transport in transports}
+    if "cuda_copy" not in names:
+        return ()
+    same_host = "cuda_ipc, from GPU to GPU" if "cuda_ipc" in names else "through host memory"
+    if not _has_rdma(names):
+        others = "through host memory and TCP"
+    elif _PEERMEM.exists():
+        others = "GPUDirect RDMA, by nvidia_peermem"
+    else:
+        others = "GPUDirect RDMA where the kernel and the driver have dma-buf"
+    return f"same host: {same_host}", f"other hosts: {others}"
 
 
 def native_report() -> NativeReport:
@@ -390,5 +419,6 @@ def native_report() -> NativeReport:
         plugins=probed.plugins,
         transports=probed.transports,
         memory_types=tuple(sorted(m for m in declared if m != "VRAM" or has_cuda)),
+        device_memory=_device_memory(probed.transports),
         missing=tuple(missing),
     )

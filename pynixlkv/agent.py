@@ -7,6 +7,7 @@ backend. `NixlAgent`, `UcxAgent` and `FakeAgent` only start it with their driver
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
@@ -75,6 +76,8 @@ Positions: TypeAlias = "int | Mapping[str, int]"
 
 Registerable: TypeAlias = "KVCache | MemorySpan | object"
 """What `Agent.register` takes: a cache, a span, a torch tensor or a numpy array."""
+
+_log = logging.getLogger(__name__)
 
 _EXIT_TIMEOUT_S = 0.8
 _STOP_TIMEOUT_S = 0.2
@@ -189,6 +192,8 @@ class Agent(Closeable, ABC):
         NativeError
             If the library refuses the memory.
         """
+        from pynixlkv import _native
+
         spans = tuple(span for item in memory for span in memory_spans(item))
         native = self._native.register_memory(*_span_arrays(spans))
         spans = tuple(
@@ -197,6 +202,15 @@ class Agent(Closeable, ABC):
         )
         registration = Registration(self, native, spans, memory)
         self._registrations[id(native)] = registration
+        for span in spans:
+            if span.memory is MemoryType.VRAM and not _native.transfer.is_shareable(span.address):
+                _log.warning(
+                    "%s on GPU %d was made by functions of CUDA that keep it from other processes: "
+                    "it will be copied through host memory. For PyTorch, unset expandable_segments "
+                    "in PYTORCH_CUDA_ALLOC_CONF",
+                    f"device memory of {span.nbytes} bytes at {span.address:#x}",
+                    span.device,
+                )
         return registration
 
     def _deregister(self, native: _native.transfer.Registration) -> None:

@@ -304,10 +304,13 @@ def _read_array(name: str, array: Any) -> _Array:  # noqa: ANN401
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return _read_tensor(name, array)
-    interface = getattr(array, "__array_interface__", None)
+    on_device = hasattr(array, "__cuda_array_interface__")
+    face = "__cuda_array_interface__" if on_device else "__array_interface__"
+    interface = getattr(array, face, None)
     if not isinstance(interface, Mapping):
         raise LayoutError(
-            f"tensor {name!r} is a {type(array).__name__}; expected a torch tensor or a numpy array"
+            f"tensor {name!r} is a {type(array).__name__}; expected a torch tensor or an array of "
+            "numpy or of CUDA memory"
         )
     dtype = getattr(array, "dtype", None)  # the string of a type of ml_dtypes does not name it
     if not isinstance(dtype, np.dtype):
@@ -330,8 +333,9 @@ def _read_array(name: str, array: Any) -> _Array:  # noqa: ANN401
         strides=tuple(strides),
         element_bytes=dtype.itemsize,
         dtype=dtype.str if dtype.str[0] == ">" else dtype.name,
-        memory=MemoryType.DRAM,
-        device=0,
+        memory=MemoryType.VRAM if on_device else MemoryType.DRAM,
+        # CUDA's interface does not name the device; agents check what is registered.
+        device=getattr(array, "__dlpack_device__", lambda: (0, 0))()[1] if on_device else 0,
         storage=id(storage),
         owner=array,
         read_only=bool(interface["data"][1]),

@@ -106,6 +106,11 @@ class Peer(Uncopied):
         return self._native.generation
 
     @property
+    def transports(self) -> tuple[str, ...]:
+        """UCX's transports to it, such as ``cuda_ipc``; empty under NIXL, which does not say."""
+        return tuple(self._native.transports)
+
+    @property
     def is_connected(self) -> bool:
         """Whether this generation accepts transfers."""
         return self._native.state == 0

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -22,6 +23,10 @@ LEFT_OUT = {
     for folder, (module, target) in ENVIRONMENTS.items()
     if importlib.util.find_spec(module) is None
 }
+if "cuda_stub" not in os.environ.get("LD_LIBRARY_PATH", ""):
+    LEFT_OUT["cuda"] = (
+        "tests/cuda not collected: needs the driver of tests/cuda_stub; run make test"
+    )
 
 
 def pytest_ignore_collect(collection_path):

@@ -439,23 +439,27 @@ void bind_memory(py::class_<PyAgent>& agent) {
              py::arg("registration"), NoGil(),
              "Deregister memory, once and not while prepared lists or requests use it.")
         .def(
-            "_register_counted",
+            "register_counted",
             [](const PyAgent& self, Rows rows, Memory memory, const Blobs& metadata,
                const py::object& keepalive, const CallOptions& options) {
                 const auto blobs = strings_of(metadata);
                 std::shared_ptr<void> kept = keepalive.is_none() ? nullptr : keep_alive(keepalive);
-                without_gil([&] {
-                    self->register_counted(memory, rows, blobs, std::move(kept), options);
-                });
+                without_gil(
+                    [&] { self->register_counted(memory, rows, blobs, std::move(kept), options); });
             },
             py::arg("rows"), py::arg("memory"), py::arg("metadata"), py::arg("keepalive"),
-            py::arg("backends"))
+            py::arg("backends"),
+            "Register memory that may be registered already: each row is counted, and registered "
+            "with those backends that do not know it. The agent owns the registration.")
         .def(
-            "_deregister_counted",
+            "deregister_counted",
             [](const PyAgent& self, Rows rows, Memory memory, const CallOptions& options) {
                 self->deregister_counted(memory, rows, options);
             },
-            py::arg("rows"), py::arg("memory"), py::arg("backends"), NoGil())
+            py::arg("rows"), py::arg("memory"), py::arg("backends"), NoGil(),
+            "Undo `register_counted`, for all rows or for some. Refused only while a transfer "
+            "moves "
+            "bytes of the memory; prepared lists and other requests on it become stale.")
         .def(
             "_query_mem",
             [](const PyAgent& self, Rows rows, Memory memory, const Blobs& metadata,
@@ -539,13 +543,15 @@ void bind_transfers(py::class_<PyAgent>& agent) {
             },
             py::arg("peer"), py::arg("rows"), py::arg("memory"), py::arg("backends"), NoGil())
         .def(
-            "_prep_xfer_runs",
+            "prep_xfer_runs",
             [](const PyAgent& self, const std::string& peer, Runs runs, Memory memory,
                const CallOptions& options) {
                 return PyPrepared(
                     self->prepare_runs(peer, memory, {runs.begin(), runs.end()}, options));
             },
-            py::arg("peer"), py::arg("runs"), py::arg("memory"), py::arg("backends"), NoGil())
+            py::arg("peer"), py::arg("runs"), py::arg("memory"), py::arg("backends"), NoGil(),
+            "Prepare descriptors given as rows of address, length, device, step and count. They "
+            "stay as they are until a request chooses from them.")
         .def(
             "release_dlist_handle",
             [](const PyAgent& self, const PyPrepared& prepared, bool when_unused) {

@@ -18,6 +18,7 @@
 #include "nixl/driver.hpp"
 #include "nixl/library.hpp"
 #include "transfer/agent.hpp"
+#include "transfer/device_contexts.hpp"
 #include "transfer/fake_driver.hpp"
 #include "ucx/driver.hpp"
 
@@ -149,6 +150,7 @@ void bind_transfer(py::module_ m) {
     py::classh<Peer>(m, "Peer")
         .def_property_readonly("name", &Peer::name)
         .def_property_readonly("generation", &Peer::generation)
+        .def_property_readonly("transports", [](const Peer& p) { return p.transports(); })
         .def_property_readonly("state", [](const Peer& p) { return static_cast<int>(p.state()); });
 
     py::classh<Transfer>(m, "Transfer")
@@ -266,6 +268,9 @@ void bind_transfer(py::module_ m) {
              "Let the next `count` operations to the agent end with a library error.")
         .def("drop_notifications", &FakeNetwork::drop_notifications, ReleaseGil(), py::arg("agent"),
              py::arg("count") = 1, "Lose the next `count` notifications to the agent.");
+
+    m.def("is_shareable", &DeviceContexts::is_shareable, ReleaseGil(), py::arg("address"),
+          "Return whether other processes can be given access to device memory.");
 
     m.def(
         "fake_agent",

@@ -39,7 +39,7 @@ using PyRequest = Shared<Request>;
 template <class Body>
 auto inside(const Worker& worker, Body&& body) {
     const GilRelease unlocked;
-    const auto lock = worker.enter();
+    const auto entered = worker.enter();
     return body();
 }
 
@@ -122,8 +122,8 @@ void bind_memory(py::module_& m) {
                const py::object& keepalive) {
                 std::shared_ptr<void> kept = keep_alive(keepalive);
                 return PyMemory(without_gil([&] {
-                    return MemoryHandle::map(context.ptr(), address, length,
-                                             static_cast<capi::MemoryType>(memory),
+                    return MemoryHandle::map(context.ptr(), {address, length, 0},
+                                             static_cast<capi::MemoryType>(memory), false,
                                              std::move(kept));
                 }));
             },

@@ -63,8 +63,8 @@ void require_runs(std::vector<Run>& runs, const char* side) {
         }
         total = run.count > kMaxIndex - total ? kMaxIndex + 1 : total + run.count;
         if (total > kMaxIndex) {
-            throw Error("ConfigError", text("there are more ", side, " descriptors than ", kMaxIndex,
-                                            ", the largest index"));
+            throw Error("ConfigError", text("there are more ", side, " descriptors than ",
+                                            kMaxIndex, ", the largest index"));
         }
     }
     if (runs.empty()) {
@@ -202,7 +202,8 @@ void Agent::quarantine(std::unique_ptr<XferBody> body) noexcept {
 
 // ---- calls
 
-Agent::Call::Call(const Agent& agent, const char* call, std::mutex* object) {
+Agent::Call::Call(const Agent& agent, const char* call, std::mutex* object)
+    : device_(agent.handle_->devices().enter()) {
     agent.handle_->process().require_here("a NIXL agent");
     if (agent.calls_run_alone_) {
         alone_ = std::unique_lock(agent.calls_);
@@ -217,7 +218,8 @@ Agent::Call::Call(const Agent& agent, const char* call, std::mutex* object) {
     }
 }
 
-Agent::Call::Call(const Agent& agent, std::mutex& object, std::try_to_lock_t /*unused*/) noexcept {
+Agent::Call::Call(const Agent& agent, std::mutex& object, std::try_to_lock_t /*unused*/) noexcept
+    : device_(agent.handle_->devices().enter()) {
     if (!agent.is_here() || agent.is_closed_) {
         return;
     }
@@ -427,8 +429,9 @@ bool Agent::is_stale(const std::vector<Pin>& pins) const {
 }
 
 bool Agent::is_stale(const XferBody& body) const {
-    return is_stale(body.pins) || std::any_of(body.lists.begin(), body.lists.end(),
-                                              [&](const auto& list) { return is_stale(list->pins_); });
+    return is_stale(body.pins) ||
+           std::any_of(body.lists.begin(), body.lists.end(),
+                       [&](const auto& list) { return is_stale(list->pins_); });
 }
 
 template <class Pinned>
@@ -499,12 +502,12 @@ void Agent::register_counted(Memory memory, Rows rows, std::span<const std::stri
         if (const auto* other = is_storage(memory) ? spans.find_device(rows[i].device) : nullptr) {
             const auto there = registrations_.at(other->owner).lock();
             if (there && there->memory_.blob(other->index) != blob) {
-                throw Error("AlreadyRegisteredError",
-                            text(memory_name(memory), " descriptor ", i, " (", rows[i].str(),
-                                 ") is for '", blob, "', but agent '", name(),
-                                 "' has registered device ", rows[i].device, " for '",
-                                 there->memory_.blob(other->index),
-                                 "'; give each file or object a device number of its own"));
+                throw Error(
+                    "AlreadyRegisteredError",
+                    text(memory_name(memory), " descriptor ", i, " (", rows[i].str(), ") is for '",
+                         blob, "', but agent '", name(), "' has registered device ", rows[i].device,
+                         " for '", there->memory_.blob(other->index),
+                         "'; give each file or object a device number of its own"));
             }
         }
         Registration* last = nullptr;

@@ -142,6 +142,7 @@ class Agent : public std::enable_shared_from_this<Agent>, LiveCounted<Agent> {
         }
 
       private:
+        transfer::DeviceContexts::Scope device_;
         std::unique_lock<std::shared_mutex> alone_;
         std::shared_lock<std::shared_mutex> shared_;
         std::unique_lock<std::mutex> object_;

@@ -1,5 +1,7 @@
 #include "nixl/agent_handle.hpp"
 
+#include <tuple>
+
 #include "base/error.hpp"
 #include "base/keep.hpp"
 
@@ -67,6 +69,7 @@ AgentHandle::AgentHandle(std::shared_ptr<const Library> library, std::string nam
 
 AgentHandle::~AgentHandle() {
     if (is_usable()) {
+        const auto inside = devices_.enter();
         notifications_.reset();
         fn().destroy_agent(handle_);
     } else {
@@ -279,6 +282,7 @@ const std::string& RegisteredMemory::blob(std::size_t index) const noexcept {
 
 RegisteredMemory::~RegisteredMemory() {
     if (is_registered_ && agent_ && agent_->is_usable()) {
+        const auto inside = agent_->devices().enter(device_);
         (void)agent_->fn().deregister_mem(agent_->native(), list_.get(), args_.get());
     }
 }
@@ -288,7 +292,11 @@ std::string RegisteredMemory::str() const {
                 rows_.size() > 1 ? text(" and ", rows_.size() - 1, " more") : std::string());
 }
 
-void RegisteredMemory::add() {
+void RegisteredMemory::add(bool are_devices_known) {
+    transfer::DeviceContexts::Scope inside;
+    for (const Descriptor& row : memory_ == Memory::kVram ? rows() : Rows()) {
+        std::tie(device_, inside) = agent_->devices().enter_for(row, are_devices_known);
+    }
     list_ = make_reg_list(agent_->library(), memory_, rows_, blobs_);
     agent_->library().check(agent_->fn().register_mem(agent_->native(), list_.get(), args_.get()),
                             "register_mem", [&] {
@@ -299,6 +307,7 @@ void RegisteredMemory::add() {
 }
 
 void RegisteredMemory::remove() {
+    const auto inside = agent_->devices().enter(device_);
     agent_->library().check(agent_->fn().deregister_mem(agent_->native(), list_.get(), args_.get()),
                             "deregister_mem", [&] { return text(agent_->about(), ", ", str()); });
     is_registered_ = false;

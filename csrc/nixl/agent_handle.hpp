@@ -14,6 +14,7 @@
 #include "base/process.hpp"
 #include "nixl/handles.hpp"
 #include "nixl/types.hpp"
+#include "transfer/device_contexts.hpp"
 
 namespace pynixlkv::nixl {
 
@@ -61,6 +62,7 @@ class AgentHandle : public std::enable_shared_from_this<AgentHandle>, LiveCounte
     [[nodiscard]] const capi::Functions& fn() const noexcept { return library_->fn(); }
     [[nodiscard]] const ProcessMark& process() const noexcept { return process_; }
     [[nodiscard]] capi::Agent native() const noexcept { return handle_; }
+    [[nodiscard]] transfer::DeviceContexts& devices() noexcept { return devices_; }
     /// Whether NIXL may be called: in the process that made the agent, before its end.
     [[nodiscard]] bool is_usable() const noexcept {
         return handle_ != nullptr && !is_abandoned_ && process_.is_here();
@@ -116,6 +118,7 @@ class AgentHandle : public std::enable_shared_from_this<AgentHandle>, LiveCounte
     const std::shared_ptr<const Library> library_;
     const std::string name_;
     const ProcessMark process_;
+    transfer::DeviceContexts devices_;
     capi::Agent handle_ = nullptr;
     bool is_abandoned_ = false;
     Owned<capi::NotifMap> notifications_;
@@ -136,7 +139,8 @@ class RegisteredMemory {
     [[nodiscard]] const std::string& blob(std::size_t index) const noexcept;
     [[nodiscard]] std::string str() const;
 
-    void add();
+    /// @param are_devices_known whether the rows name the devices of device memory
+    void add(bool are_devices_known = false);
     /// @throws NativeError the memory stays registered
     void remove();
     /// Deregister some of the rows; `remove` must not follow.
@@ -151,6 +155,7 @@ class RegisteredMemory {
     std::vector<std::string> blobs_;
     Owned<capi::RegList> list_;
     Owned<capi::OptArgs> args_;
+    int device_ = -1;  ///< of device memory
     bool is_registered_ = false;
 };
 

@@ -79,10 +79,30 @@ class NixlXfer final : public transfer::NativeXfer {
 
 NixlDriver::NixlDriver(std::shared_ptr<const Library> library, std::string name,
                        const DriverOptions& options)
-    : agent_(std::make_shared<AgentHandle>(std::move(library), std::move(name), options.agent)),
-      backend_(agent_->create_backend(options.backend, options.backend_params)),
-      memory_types_(backend_->memory()),
-      args_(make_opt_args(agent_->library(), {.backends = {backend_}})) {}
+    : library_(std::move(library)), name_(std::move(name)), options_(options) {
+    make();
+}
+
+void NixlDriver::make() {
+    args_ = {};
+    backend_.reset();
+    agent_.reset();  // its successor has the same name
+    agent_ = std::make_shared<AgentHandle>(library_, name_, options_.agent);
+    backend_ = agent_->create_backend(options_.backend, options_.backend_params);
+    memory_types_ = backend_->memory();
+    args_ = make_opt_args(agent_->library(), {.backends = {backend_}});
+}
+
+void NixlDriver::stay_on_device() {
+    if (!device_) {
+        device_ = agent_->devices().enter();
+    }
+}
+
+void NixlDriver::expect_device_memory() {
+    agent_->devices().retain_active();
+    stay_on_device();
+}
 
 std::unique_ptr<transfer::Registered> NixlDriver::register_memory(
     std::span<const transfer::Span> spans) {
@@ -96,6 +116,17 @@ std::unique_ptr<transfer::Registered> NixlDriver::register_memory(
         }
         by_memory[span.memory].push_back(span.row);
     }
+    if (by_memory.contains(Memory::kVram) && options_.agent.progress_thread) {
+        // NIXL's progress thread has no CUDA context, and crashes (ai-dynamo/nixl#2102).
+        if (is_announced_ || agent_.use_count() > 1) {
+            throw Error("RegistrationError",
+                        text(agent_->about(), " was used before its device memory (",
+                             by_memory[Memory::kVram][0].str(),
+                             ") was registered; register device memory first"));
+        }
+        options_.agent.progress_thread = false;
+        make();
+    }
     auto registered = std::make_unique<NixlRegistered>();
     for (const auto& [memory, rows] : by_memory) {
         // NIXL takes the word of the caller that it may hand the memory to the backend.
@@ -106,13 +137,15 @@ std::unique_ptr<transfer::Registered> NixlDriver::register_memory(
                      " memory (", rows[0].str(), "); choose another backend"));
         }
         RegisteredMemory native(agent_, memory, rows, {}, {.backends = {backend_}});
-        native.add();
+        native.add(true);
         registered->memory.push_back(std::move(native));
     }
+    stay_on_device();
     return registered;
 }
 
 std::string NixlDriver::metadata() {
+    is_announced_ = true;
     return agent_->local_metadata();
 }
 

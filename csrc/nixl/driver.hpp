@@ -23,6 +23,8 @@ class NixlDriver final : public transfer::Driver {
     NixlDriver(std::shared_ptr<const Library> library, std::string name,
                const DriverOptions& options);
 
+    void expect_device_memory() override;
+    bool needs_polling() const override { return !options_.agent.progress_thread; }
     std::unique_ptr<transfer::Registered> register_memory(
         std::span<const transfer::Span> spans) override;
     std::string metadata() override;
@@ -42,16 +44,25 @@ class NixlDriver final : public transfer::Driver {
     bool receive(std::vector<transfer::Notification>& into) override;
 
   private:
+    /// Make NIXL's agent and its backend.
+    void make();
+    void stay_on_device();
     /// Run a call that makes a request of some descriptors, and tell a lost connection from a
     /// refusal.
     template <class Make>
     std::unique_ptr<transfer::NativeXfer> request(transfer::Connection& connection, Op op,
                                                   std::size_t count, Make make);
 
-    const std::shared_ptr<AgentHandle> agent_;
-    const std::shared_ptr<Backend> backend_;
-    const std::vector<Memory> memory_types_;
-    const Owned<capi::OptArgs> args_;  ///< names the backend
+    const std::shared_ptr<const Library> library_;
+    const std::string name_;
+    DriverOptions options_;
+    /// Of the agent's thread, from the first device memory on.
+    transfer::DeviceContexts::Scope device_;
+    std::shared_ptr<AgentHandle> agent_;
+    std::shared_ptr<Backend> backend_;
+    std::vector<Memory> memory_types_;
+    Owned<capi::OptArgs> args_;  ///< names the backend
+    bool is_announced_ = false;  ///< whether its metadata may be known to peers
     /// What is_alive() received while it made progress.
     std::vector<transfer::Notification> early_;
 };

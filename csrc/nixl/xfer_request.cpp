@@ -191,10 +191,10 @@ std::shared_ptr<Backend> XferRequest::backend() {
     const auto found = std::find_if(known.begin(), known.end(), [&](const auto& backend) {
         return known.size() == 1 || engine(backend->native()) == engine(handle.get());
     });
-    return found != known.end() ? *found
-                                : std::make_shared<Backend>(agent_->handle_, std::string(),
-                                                            std::vector<Memory>(),
-                                                            std::move(handle));
+    return found != known.end()
+               ? *found
+               : std::make_shared<Backend>(agent_->handle_, std::string(), std::vector<Memory>(),
+                                           std::move(handle));
 }
 
 CostEstimate XferRequest::estimate_cost() {

@@ -46,7 +46,11 @@ class NativeXfer : public Polymorphic {
 };
 
 /// The connection to one generation of one peer, as the library knows it.
-class Connection : public Polymorphic {};
+class Connection : public Polymorphic {
+  public:
+    /// Names of the transports it may use; empty if the library does not say.
+    [[nodiscard]] virtual std::vector<std::string> transports() const { return {}; }
+};
 
 /// Memory that the library has registered. Destroying it deregisters.
 class Registered : public Polymorphic {};
@@ -70,6 +74,8 @@ struct IndexPairs {
 
 class Driver : public Polymorphic {
   public:
+    /// Called before a peer with device memory is connected.
+    virtual void expect_device_memory() {}
     [[nodiscard]] virtual std::unique_ptr<Registered> register_memory(
         std::span<const Span> spans) = 0;
     /// What a peer must load to reach the memory registered now.
@@ -112,6 +118,8 @@ class Driver : public Polymorphic {
     /// @return whether the library had work, such as bytes to move for a peer; false if unknown
     virtual bool receive(std::vector<Notification>& into) = 0;
 
+    /// Whether the library progresses in calls of `receive` alone, without events to wait for.
+    [[nodiscard]] virtual bool needs_polling() const { return false; }
     /// A file descriptor that is readable when the library has work; -1 if the library has none and
     /// must be polled.
     [[nodiscard]] virtual int event_fd() { return -1; }

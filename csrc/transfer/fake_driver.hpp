@@ -181,8 +181,7 @@ class FakeDriver : public Driver {
         return std::make_unique<FakeRegistered>(network_, self_, owner);
     }
     std::string metadata() override { return std::to_string(self_->token); }
-    std::unique_ptr<Connection> connect(const std::string& name,
-                                        std::string_view metadata,
+    std::unique_ptr<Connection> connect(const std::string& name, std::string_view metadata,
                                         std::optional<pid_t> /*process*/) override {
         if (metadata.empty() ||
             metadata.find_first_not_of("0123456789") != std::string_view::npos) {

@@ -481,7 +481,7 @@ void Loop::pause(bool busy) {
     } else if (quiet_for < kLinger) {
         nap = kNapWithWork;
     } else {
-        const bool is_woken = all_wake_ || driver_->event_fd() >= 0;
+        const bool is_woken = !driver_->needs_polling() && (all_wake_ || driver_->event_fd() >= 0);
         nap = is_woken ? kSleepUntilWoken : kSleep;
     }
     sleep(nap);
@@ -493,10 +493,9 @@ void Loop::sleep(Clock::duration longest) {
         return;
     }
     // A descriptor of -1 is never ready.
-    std::array<pollfd, 4> fds{pollfd{shared_->queue.fd(), POLLIN, 0},
-                              pollfd{shared_->wake_socket.fd(), POLLIN, 0},
-                              pollfd{shared_->identity.fd(), POLLIN, 0},
-                              pollfd{driver_->event_fd(), POLLIN, 0}};
+    std::array<pollfd, 4> fds{
+        pollfd{shared_->queue.fd(), POLLIN, 0}, pollfd{shared_->wake_socket.fd(), POLLIN, 0},
+        pollfd{shared_->identity.fd(), POLLIN, 0}, pollfd{driver_->event_fd(), POLLIN, 0}};
     const timespec timeout{0, static_cast<long>(std::min(ns(longest), std::int64_t{999'999'999}))};
     const bool is_ready = ::ppoll(fds.data(), fds.size(), &timeout, nullptr) > 0;
     shared_->queue.end_sleep(is_ready && fds[0].revents != 0);
@@ -566,6 +565,10 @@ std::shared_ptr<Peer> Loop::connect(const std::string& name, const std::string& 
                                     const std::string& metadata, const std::vector<Span>& spans) {
     MemoryMap memory;
     memory.add(0, spans);
+    if (std::any_of(spans.begin(), spans.end(),
+                    [](const Span& span) { return span.memory == Memory::kVram; })) {
+        driver_->expect_device_memory();
+    }
     std::uint64_t generation = 1;
     if (const auto found = links_.find(name); found != links_.end()) {
         Link& old = *found->second;
@@ -597,8 +600,10 @@ std::shared_ptr<Peer> Loop::connect(const std::string& name, const std::string& 
     auto link = std::make_shared<Link>();
     link->peer = std::make_shared<Peer>(name, incarnation, generation, std::move(memory));
     auto process = PeerProcess::of(incarnation);
-    link->connection = driver_->connect(name, metadata, process ? std::optional(process->id()) : std::nullopt);
+    link->connection =
+        driver_->connect(name, metadata, process ? std::optional(process->id()) : std::nullopt);
     link->process = std::move(process);
+    link->peer->set_transports(link->connection->transports());
     links_[name] = link;
     all_wake_ &= shared_->wake_socket.wake_peer(incarnation);
     return link->peer;

@@ -88,7 +88,14 @@ class Peer : LiveCounted<Peer> {
         return memory_.cover(rows, "of peer '" + name_ + "'", is_written);
     }
 
+    /// Names of the transports to it; empty if the library does not say.
+    [[nodiscard]] const std::vector<std::string>& transports() const noexcept {
+        return transports_;
+    }
+
     // ---- agent's thread ----
+    /// Before any other thread knows the peer.
+    void set_transports(std::vector<std::string> names) { transports_ = std::move(names); }
     void set_memory(MemoryMap memory) {
         const std::lock_guard lock(mutex_);
         memory_ = std::move(memory);
@@ -102,6 +109,7 @@ class Peer : LiveCounted<Peer> {
   private:
     const std::string name_;
     const std::string incarnation_;
+    std::vector<std::string> transports_;
     const std::uint64_t generation_;
     std::atomic<PeerState> state_{PeerState::kConnected};
     mutable std::mutex mutex_;  // guards what follows

@@ -73,6 +73,10 @@ class UcxConnection final : public transfer::Connection {
 
     /// Whether the peer may have to take part in transfers of host memory.
     [[nodiscard]] bool may_be_served() const { return !is_one_sided || regions->has_served; }
+
+    [[nodiscard]] std::vector<std::string> transports() const override {
+        return endpoint->transports();
+    }
     [[nodiscard]] bool is_quiet() { return outbox_.num_waiting() == 0; }
 
     const std::string name;

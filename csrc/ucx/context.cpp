@@ -6,6 +6,7 @@
 #include <iterator>
 #include <limits>
 #include <sstream>
+#include <tuple>
 #include <utility>
 
 #include "base/error.hpp"
@@ -78,6 +79,7 @@ Context::Context(std::shared_ptr<const Library> library, ConfigMap config)
 Context::~Context() {
     // In a forked child the context still belongs to the parent.
     if (process_.is_here()) {
+        const auto inside = devices_.enter();
         library_->fn().cleanup(handle_);
     }
 }
@@ -99,23 +101,30 @@ std::shared_ptr<MemoryHandle> Context::find_allocated(std::uint64_t address,
 }
 
 std::shared_ptr<MemoryHandle> MemoryHandle::map(std::shared_ptr<Context> context,
-                                                std::uint64_t address, std::uint64_t length,
-                                                capi::MemoryType type,
+                                                const Descriptor& row, capi::MemoryType type,
+                                                bool is_device_known,
                                                 std::shared_ptr<void> keepalive) {
+    int device = -1;
+    transfer::DeviceContexts::Scope inside;
+    if (type == capi::kMemoryCuda && row.length > 0) {
+        std::tie(device, inside) = context->devices().enter_for(row, is_device_known);
+    }
     if (!context->moves(type)) {
         throw Error("RegistrationError",
                     text("this UCX does not move ", type == capi::kMemoryCuda ? "CUDA" : "host",
-                         " memory (", length, " bytes at 0x", std::hex, address,
+                         " memory (", row.str(),
                          "): it found no device or module for it; see pynixlkv.native_report()"));
     }
     capi::MemoryParams params{};
     params.mask = capi::MemoryParams::kAddress | capi::MemoryParams::kLength |
                   capi::MemoryParams::kMemoryType;
-    params.address = reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
-    params.length = length;
+    params.address = reinterpret_cast<void*>(row.address);  // NOLINT(performance-no-int-to-ptr)
+    params.length = row.length;
     params.memory_type = type;
-    return std::shared_ptr<MemoryHandle>(
+    auto memory = std::shared_ptr<MemoryHandle>(
         new MemoryHandle(std::move(context), params, std::move(keepalive)));
+    memory->device_ = device;
+    return memory;
 }
 
 std::shared_ptr<MemoryHandle> MemoryHandle::allocate(std::shared_ptr<Context> context,
@@ -174,12 +183,14 @@ MemoryHandle::~MemoryHandle() {
         const std::lock_guard lock(context_->mutex_);
         context_->allocated_.erase(address_);
     }
+    const auto inside = context_->devices().enter(device_);
     (void)context_->library().fn().mem_unmap(context_->handle(), handle_);
 }
 
 std::string MemoryHandle::pack() const {
     const Library& library = context_->library();
     context_->process().require_here("a UCX context");
+    const auto inside = context_->devices().enter(device_);
     void* raw = nullptr;
     std::size_t length = 0;
     library.check(library.fn().rkey_pack(context_->handle(), handle_, &raw, &length),

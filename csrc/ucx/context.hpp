@@ -11,6 +11,7 @@
 #include "base/live_count.hpp"
 #include "base/process.hpp"
 #include "base/unique_handle.hpp"
+#include "transfer/device_contexts.hpp"
 #include "ucx/library.hpp"
 
 namespace pynixlkv::ucx {
@@ -39,6 +40,7 @@ class Context : LiveCounted<Context> {
         return ((memory_types_ >> static_cast<unsigned>(type)) & 1U) != 0;
     }
     [[nodiscard]] const ProcessMark& process() const noexcept { return process_; }
+    [[nodiscard]] transfer::DeviceContexts& devices() noexcept { return devices_; }
 
     /// The handle of UCX-allocated memory that contains a range; null if there is none.
     [[nodiscard]] std::shared_ptr<MemoryHandle> find_allocated(std::uint64_t address,
@@ -52,6 +54,7 @@ class Context : LiveCounted<Context> {
     capi::Context handle_ = nullptr;
     std::uint64_t memory_types_ = 0;
     const ProcessMark process_;
+    transfer::DeviceContexts devices_;
     mutable std::mutex mutex_;  // guards allocated_
     std::map<std::uint64_t, std::weak_ptr<MemoryHandle>> allocated_;
 };
@@ -62,11 +65,12 @@ class MemoryHandle : LiveCounted<MemoryHandle> {
     static constexpr const char* kLiveName = "ucx.MemoryHandle";
 
     /// Map memory of the caller.
+    /// @param is_device_known whether the row names the device
     /// @param keepalive held until the memory is unmapped
     [[nodiscard]] static std::shared_ptr<MemoryHandle> map(std::shared_ptr<Context> context,
-                                                           std::uint64_t address,
-                                                           std::uint64_t length,
+                                                           const Descriptor& row,
                                                            capi::MemoryType type,
+                                                           bool is_device_known,
                                                            std::shared_ptr<void> keepalive = {});
     /// Let UCX allocate host memory, shared where the system allows it, so that other processes of
     /// this host can map it.
@@ -91,6 +95,7 @@ class MemoryHandle : LiveCounted<MemoryHandle> {
     capi::Memory handle_ = nullptr;
     std::uint64_t address_ = 0;
     std::uint64_t length_ = 0;
+    int device_ = -1;  ///< of CUDA memory
     bool is_allocated_ = false;
 };
 

@@ -77,7 +77,10 @@ class OneSidedXfer final : public UcxXfer {
     OneSidedXfer(UcxConnection& connection, const LocalRegions& local_regions, Op op,
                  const transfer::DescriptorPairs& rows)
         : UcxXfer(connection, local_regions, op, rows),
-          may_copy_(rows.local_memory == Memory::kDram) {}
+          // UCX 1.23 also names pointers to device memory of a peer.
+          may_copy_(rows.local_memory == Memory::kDram && rows.remote_memory == Memory::kDram),
+          device_(rows.local_memory == Memory::kVram ? static_cast<int>(rows.local.front().device)
+                                                     : -1) {}
 
     void post() override {
         issue();
@@ -111,6 +114,7 @@ class OneSidedXfer final : public UcxXfer {
     }
 
     void issue() {
+        const auto inside = endpoint_->worker()->context()->devices().enter(device_);
         bool has_copied = false;
         for (; next_ < parts_.size() && completion_.pending() < kWindow && !has_failed(); ++next_) {
             const Part& part = parts_[next_];
@@ -126,8 +130,9 @@ class OneSidedXfer final : public UcxXfer {
                 }
                 has_copied = true;
             } else if (!part.region->key) {
-                throw Error("StateError", text("the peer's shared memory of another user, ",
-                                               part.region->row.str(), ", only moves to host memory"));
+                throw Error("StateError",
+                            text("the peer's shared memory of another user, ",
+                                 part.region->row.str(), ", only moves to host memory"));
             } else {
                 endpoint_->move(completion_, op_, part.local, part.length, part.memory, part.remote,
                                 *part.region->key);
@@ -142,6 +147,7 @@ class OneSidedXfer final : public UcxXfer {
     }
 
     const bool may_copy_;
+    const int device_;  ///< of the first local row; -1 in host memory
     bool is_flushed_ = false;
 };
 
@@ -191,18 +197,29 @@ bool UcxDriver::arm() {
     }
 }
 
+void UcxDriver::stay_on_device() {
+    if (!device_.scope) {
+        device_.scope = device_.contexts.enter();
+    }
+}
+
+void UcxDriver::expect_device_memory() {
+    context_->devices().retain_active();
+    stay_on_device();
+}
+
 std::unique_ptr<transfer::Registered> UcxDriver::register_memory(
     std::span<const transfer::Span> spans) {
     auto registered = std::make_unique<UcxRegistered>(regions_);
     for (const transfer::Span& span : spans) {
         auto memory = context_->find_allocated(span.row.address, span.row.length);
         if (!memory) {
-            memory = MemoryHandle::map(context_, span.row.address, span.row.length,
-                                       memory_type(span.memory));
+            memory = MemoryHandle::map(context_, span.row, memory_type(span.memory), true);
         }
         const bool is_fragile = span.is_fragile && !memory->is_allocated();
         registered->add({span.row, span.memory, std::move(memory), span.is_read_only, is_fragile});
     }
+    stay_on_device();
     return registered;
 }
 

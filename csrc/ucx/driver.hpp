@@ -21,6 +21,7 @@ class UcxDriver final : public transfer::Driver {
               capi::ErrorMode errors = capi::kErrorPeer);
     ~UcxDriver() override { server_.close(); }
 
+    void expect_device_memory() override;
     std::unique_ptr<transfer::Registered> register_memory(
         std::span<const transfer::Span> spans) override;
     std::string metadata() override;
@@ -38,6 +39,7 @@ class UcxDriver final : public transfer::Driver {
     bool arm() override;
 
   private:
+    void stay_on_device();
     void on_message(std::string_view header, std::string_view data);
 
     const std::shared_ptr<Context> context_;
@@ -46,6 +48,17 @@ class UcxDriver final : public transfer::Driver {
     const std::uint64_t token_ = new_secret();
     const std::shared_ptr<LocalRegions> regions_;
     const std::shared_ptr<AmRmaXfers> xfers_ = std::make_shared<AmRmaXfers>();
+    /// From the first device memory on, until the worker, which is declared later, has gone.
+    struct OnDevice {
+        explicit OnDevice(transfer::DeviceContexts& all) : contexts(all) {}
+        ~OnDevice() {
+            scope = {};
+            contexts.release();
+        }
+        transfer::DeviceContexts& contexts;
+        transfer::DeviceContexts::Scope scope;
+    };
+    OnDevice device_{context_->devices()};
     std::vector<transfer::Notification> inbox_;
     std::optional<Error> receive_error_;
     // After the members that its callbacks write to, so that it is destroyed first.

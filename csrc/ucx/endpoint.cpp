@@ -20,8 +20,10 @@ constexpr auto kCloseDeadline = std::chrono::seconds(5);
 // Longest wait for a close that needs the peer.
 constexpr auto kAskedCloseDeadline = std::chrono::milliseconds(100);
 
-/// Transports that only send messages (`ucx_info -d` shows what each can).
-constexpr std::array<std::string_view, 3> kTwoSided{"tcp", "ud_verbs", "ud_mlx5"};
+/// Transports that only send messages, or reach device memory only (`ucx_info -d` shows what each
+/// can).
+constexpr std::array<std::string_view, 6> kTwoSided{"tcp",      "ud_verbs",  "ud_mlx5",
+                                                    "cuda_ipc", "cuda_copy", "gdr_copy"};
 constexpr std::size_t kMaxTransports = 64;  // UCP_MAX_LANES in src/ucp/core/ucp_types.h
 
 std::string padded(std::string_view bytes) {
@@ -63,7 +65,7 @@ void Endpoint::on_error(void* argument, capi::Endpoint /*handle*/, Status status
     self->worker_->note_failure();
 }
 
-bool Endpoint::is_one_sided() const {
+std::vector<std::string> Endpoint::transports() const {
     std::array<capi::Transport, kMaxTransports> transports{};
     capi::EndpointAttr attr{};
     attr.mask = capi::EndpointAttr::kTransports;
@@ -72,11 +74,18 @@ bool Endpoint::is_one_sided() const {
     attr.transport_bytes = sizeof(capi::Transport);
     worker_->library().check(fn().ep_query(usable(), &attr), "ucp_ep_query",
                              [] { return "asking for the transports of a connection"; });
-    return std::any_of(transports.begin(), transports.begin() + attr.num_transports,
-                       [](const capi::Transport& transport) {
-                           return std::find(kTwoSided.begin(), kTwoSided.end(), transport.name) ==
-                                  kTwoSided.end();
-                       });
+    std::vector<std::string> names;
+    for (std::size_t i = 0; i < attr.num_transports; ++i) {
+        names.emplace_back(transports[i].name);
+    }
+    return names;
+}
+
+bool Endpoint::is_one_sided() const {
+    const std::vector<std::string> names = transports();
+    return std::any_of(names.begin(), names.end(), [](const std::string& name) {
+        return std::find(kTwoSided.begin(), kTwoSided.end(), name) == kTwoSided.end();
+    });
 }
 
 capi::Endpoint Endpoint::usable() const {
@@ -128,7 +137,7 @@ void Endpoint::close() {
     if (handle_ == nullptr || !worker_->context()->process().is_here()) {
         return;
     }
-    const std::lock_guard lock(worker_->mutex());
+    const auto inside = worker_->enter();
     for (RemoteKey* key : keys_) {
         key->destroy();
     }
@@ -173,7 +182,7 @@ RemoteKey::~RemoteKey() {
     if (!endpoint_->worker()->context()->process().is_here()) {
         return;
     }
-    const std::lock_guard lock(endpoint_->worker()->mutex());
+    const auto inside = endpoint_->worker()->enter();
     endpoint_->keys_.erase(this);
     destroy();
 }

@@ -42,6 +42,8 @@ class Endpoint : LiveCounted<Endpoint> {
     [[nodiscard]] std::optional<Status> failure() const noexcept { return failure_; }
     [[nodiscard]] capi::ErrorMode errors() const noexcept { return errors_; }
     [[nodiscard]] bool is_closed() const noexcept { return handle_ == nullptr; }
+    /// Names of the transports that UCX chose for it.
+    [[nodiscard]] std::vector<std::string> transports() const;
     /// Whether any of its transports has gets and puts.
     [[nodiscard]] bool is_one_sided() const;
 

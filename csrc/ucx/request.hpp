@@ -55,8 +55,11 @@ class Request : LiveCounted<Request> {
     static void retire(Request* request) {
         std::unique_ptr<Request> owned(request);
         const auto endpoint = request->endpoint_;
-        const std::lock_guard lock(endpoint->worker()->mutex());
-        if (owned->is_done() || !endpoint->worker()->context()->process().is_here()) {
+        if (!endpoint->worker()->context()->process().is_here()) {
+            return;
+        }
+        const auto inside = endpoint->worker()->enter();
+        if (owned->is_done()) {
             owned.reset();
         } else {
             endpoint->quarantine(std::move(owned));

@@ -42,14 +42,14 @@ Worker::Worker(std::shared_ptr<Context> context) : context_(std::move(context)) 
 
 Worker::~Worker() {
     if (context_->process().is_here()) {
-        const std::lock_guard lock(mutex_);
+        const auto inside = enter();
         library().fn().worker_destroy(handle_);
     }
 }
 
-std::unique_lock<std::recursive_mutex> Worker::enter() const {
+Worker::Inside Worker::enter() const {
     context_->process().require_here("a UCX worker");
-    return std::unique_lock(mutex_);
+    return {std::unique_lock(mutex_), context_->devices().enter()};
 }
 
 void Worker::sleep(TimePoint until) const {

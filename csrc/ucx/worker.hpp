@@ -87,10 +87,13 @@ class Worker : LiveCounted<Worker> {
     explicit Worker(std::shared_ptr<Context> context);
     ~Worker();
 
-    /// Keep other threads out while the result lives.
+    struct Inside {
+        std::unique_lock<std::recursive_mutex> lock;
+        transfer::DeviceContexts::Scope context;
+    };
+    /// Keep other threads out, and the context of a device current, while the result lives.
     /// @throws Error ForkError in a child process
-    [[nodiscard]] std::unique_lock<std::recursive_mutex> enter() const;
-    [[nodiscard]] std::recursive_mutex& mutex() const noexcept { return mutex_; }
+    [[nodiscard]] Inside enter() const;
     [[nodiscard]] const std::shared_ptr<Context>& context() const noexcept { return context_; }
     [[nodiscard]] const Library& library() const noexcept { return context_->library(); }
     [[nodiscard]] capi::Worker handle() const noexcept { return handle_; }

@@ -54,7 +54,6 @@ class NativeAgent:
         rows: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
         memory: pynixlkv.types.MemoryType | str,
     ) -> bool: ...
-    def _close(self) -> bool: ...
     def _create_xfer_req(
         self,
         operation: pynixlkv.types.Operation | str,
@@ -66,7 +65,7 @@ class NativeAgent:
         notification: bytes | None,
         backends: collections.abc.Sequence[Backend],
     ) -> XferRequest: ...
-    def _drain(self, timeout: typing.SupportsFloat | typing.SupportsIndex) -> int: ...
+    def _end(self, timeout: typing.SupportsFloat | typing.SupportsIndex) -> bool: ...
     def _fetch_remote_md(
         self, peer: str, ip: str, port: typing.SupportsInt | typing.SupportsIndex
     ) -> None: ...
@@ -90,9 +89,9 @@ class NativeAgent:
         self,
         operation: pynixlkv.types.Operation | str,
         local: PreparedList,
-        local_indices: typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
+        local_indices: numpy.typing.ArrayLike,
         remote: PreparedList,
-        remote_indices: typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
+        remote_indices: numpy.typing.ArrayLike,
         notification: bytes | None,
         skip_merge: bool,
         backends: collections.abc.Sequence[Backend],
@@ -131,6 +130,12 @@ class NativeAgent:
     def create_backend(
         self, plugin: str, params: collections.abc.Mapping[str, str] | None = None
     ) -> Backend: ...
+    def deregister_counted(
+        self,
+        rows: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
+        memory: pynixlkv.types.MemoryType | str,
+        backends: collections.abc.Sequence[Backend],
+    ) -> None: ...
     def deregister_mem(self, registration: Registration) -> None: ...
     def estimate_xfer_cost(self, request: XferRequest) -> TransferCost: ...
     def get_available_plugins(self) -> list[str]: ...
@@ -146,8 +151,25 @@ class NativeAgent:
     def post_xfer_req(
         self, request: XferRequest, notification: bytes | None = None
     ) -> pynixlkv.nixl._enums.XferState: ...
+    def prep_xfer_runs(
+        self,
+        peer: str,
+        runs: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
+        memory: pynixlkv.types.MemoryType | str,
+        backends: collections.abc.Sequence[Backend],
+    ) -> PreparedList: ...
     def query_xfer_backend(self, request: XferRequest) -> Backend: ...
-    def release_dlist_handle(self, prepared: PreparedList) -> None: ...
+    def register_counted(
+        self,
+        rows: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
+        memory: pynixlkv.types.MemoryType | str,
+        metadata: collections.abc.Sequence[bytes],
+        keepalive: typing.Any,
+        backends: collections.abc.Sequence[Backend],
+    ) -> None: ...
+    def release_dlist_handle(
+        self, prepared: PreparedList, *, when_unused: bool = False
+    ) -> None: ...
     def release_xfer_req(
         self, request: XferRequest, timeout: typing.SupportsFloat | typing.SupportsIndex = 0.0
     ) -> bool: ...

@@ -17,6 +17,7 @@ __all__: list[str] = [
     "Registration",
     "Transfer",
     "fake_agent",
+    "is_shareable",
     "nixl_agent",
     "ucx_agent",
 ]
@@ -34,6 +35,7 @@ class Agent:
         metadata: bytes,
         rows: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
         memories: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        read_only: collections.abc.Sequence[bool],
     ) -> Peer: ...
     def deregister(self, registration: Registration) -> None: ...
     def disconnect(self, peer: Peer) -> None: ...
@@ -44,6 +46,7 @@ class Agent:
         self,
         rows: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
         memories: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        read_only: collections.abc.Sequence[bool],
     ) -> Registration: ...
     def stop(self, timeout: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
     def submit_descriptors(
@@ -107,10 +110,14 @@ class Peer:
     def name(self) -> str: ...
     @property
     def state(self) -> int: ...
+    @property
+    def transports(self) -> list[str]: ...
 
 class Registration:
     @property
     def is_open(self) -> bool: ...
+    @property
+    def read_only(self) -> list[bool]: ...
     @property
     def uses(self) -> int: ...
 
@@ -134,6 +141,7 @@ class Transfer:
     def state(self) -> int: ...
 
 def fake_agent(name: str, incarnation: bytes, network: FakeNetwork) -> Agent: ...
+def is_shareable(address: typing.SupportsInt | typing.SupportsIndex) -> bool: ...
 def nixl_agent(
     name: str,
     incarnation: bytes,

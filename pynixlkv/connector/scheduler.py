@@ -109,6 +109,7 @@ class ConnectorScheduler:
         self._receiving: dict[str, _Receiving] = {}
         self._settled: set[str] = set()  # received, or not to be
         self._held: dict[str, _Held] = {}
+        self._pushed_by_layer: set[str] = set()  # their blocks may be in use until the lease ends
         self._first_samples: dict[str, str] = {}  # ids of held requests, by sibling group
 
     # ---- consumer
@@ -290,6 +291,8 @@ class ConnectorScheduler:
         if not request.params.do_remote_decode:
             return False, None
         self._next.reqs_to_save.pop(request_id, None)
+        was_pushed = request_id in self._pushed_by_layer
+        self._pushed_by_layer.discard(request_id)
         why = "the producer gave the request up"
         held = self._held.get(request_id)
         if held is not None:  # it has finished before
@@ -300,10 +303,10 @@ class ConnectorScheduler:
             return True, None
         if not is_complete:
             return self._not_held(request, why)
-        return self._hand_over(request, blocks, num_computed_tokens)
+        return self._hand_over(request, blocks, num_computed_tokens, was_pushed=was_pushed)
 
     def _hand_over(
-        self, request: RequestInfo, blocks: BlockLists, num_tokens: int
+        self, request: RequestInfo, blocks: BlockLists, num_tokens: int, *, was_pushed: bool
     ) -> tuple[bool, dict[str, Any] | None]:
         if not self._config.partial_blocks:
             num_tokens -= num_tokens % self._common_block
@@ -317,7 +320,9 @@ class ConnectorScheduler:
         first = None if group is None else self._first_samples.get(group)
         if first is not None:
             held = self._held[first].params
-            if (held.remote_num_tokens, held.content) == (num_tokens, content):
+            is_equal = (held.remote_num_tokens, held.content) == (num_tokens, content)
+            if is_equal and not was_pushed:
+                self._not_held(request, f"it is handed over as {first!r}")
                 return False, self._share(first, request).to_dict()
         if not self._slots.num_free:
             return self._not_held(request, "all leases of the producer are taken")
@@ -384,6 +389,7 @@ class ConnectorScheduler:
             and self._host_pool is None  # a staged request is sent when it is complete
         ):
             cut = self._cut(blocks, 0, num_computed_tokens)
+            self._pushed_by_layer.add(request.request_id)
             self._next.reqs_to_save[request.request_id] = replace(
                 cut, content=_prompt_content(request)
             )

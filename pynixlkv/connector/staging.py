@@ -321,7 +321,7 @@ def _make_like(tensor: Any, axes: str, num_blocks: int) -> Any:  # noqa: ANN401
     order = sorted(range(len(shape)), key=lambda dim: -abs(strides[dim]))
     ordered, back = [shape[dim] for dim in order], np.argsort(order).tolist()
     if torch is not None and is_torch:
-        pinned = torch.cuda.is_available()
+        pinned = tensor.device.type == "cuda"
         made = torch.zeros(ordered, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         return made.permute(back)
     return np.zeros(ordered, tensor.dtype).transpose(back)

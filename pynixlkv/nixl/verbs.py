@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from pynixlkv import _native
 from pynixlkv._arrays import first_outside, integers
 from pynixlkv._closeable import Closeable
 from pynixlkv._loader import load_nixl
-from pynixlkv._native.nixl import Backend, PreparedList, Registration, XferRequest
 from pynixlkv.errors import ClosedError, ConfigError
 from pynixlkv.nixl._enums import ThreadSync
 from pynixlkv.types import AgentName, MemorySpan, MemoryType
@@ -28,10 +27,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
+    from pynixlkv._native.nixl import Backend, PreparedList, Registration, XferRequest
     from pynixlkv.types import Operation
-
-
-_OwnerType = TypeVar("_OwnerType", Registration, PreparedList, XferRequest)
 
 
 class Notification(NamedTuple):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from pynixlkv.nixl_api import _bindings as nixlBind
+from pynixlkv.nixl_api._logging import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     # Tensors, tuples, arrays and finished lists.
     Descs = Any
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("nixl.nixl_api")
 
 DEFAULT_COMM_PORT = nixlBind.DEFAULT_COMM_PORT
 nixl_backend_handle = int
@@ -66,13 +67,10 @@ class _Handle:
 
     def __del__(self) -> None:
         if not getattr(self, "_released", True) and not self._agent.is_closed:
-            self._drop()
+            self._release()
 
     def _release(self) -> None:
         raise NotImplementedError
-
-    def _drop(self) -> None:
-        self._release()
 
 
 class nixl_prepped_dlist_handle(_Handle):
@@ -87,17 +85,14 @@ class nixl_prepped_dlist_handle(_Handle):
 class nixl_xfer_handle(_Handle):
     """A transfer; made by `nixl_agent.make_prepped_xfer` and `nixl_agent.initialize_xfer`.
 
-    While it runs it cannot be released: an attempt raises, and its memory must be left alone. One
-    that is dropped while it runs is kept by the agent, with its memory, until it has ended.
+    One that is released or dropped while it runs is kept by the agent, with its memory, until it
+    has ended.
     """
 
     __slots__ = ()
 
     def _release(self) -> None:
         self._agent.releaseXferReq(self._handle)
-
-    def _drop(self) -> None:
-        self._agent._drop_request(self._handle)
 
 
 class nixl_thread_sync_t(Enum):
@@ -144,10 +139,11 @@ class nixl_agent:
         nixl_conf: nixl_agent_config | None = None,
         instantiate_all: bool = False,
     ) -> None:
-        if nixl_conf is not None and instantiate_all:
+        get_logger("nixl_api")  # gives the logger its handler
+        if nixl_conf and instantiate_all:
             _logger.warning("instantiate_all is ignored: the configuration names the backends")
             instantiate_all = False
-        conf = nixl_conf if nixl_conf is not None else nixl_agent_config()
+        conf = nixl_conf or nixl_agent_config()
         if conf.sync_mode is not None:
             sync = conf.sync_mode.value
         elif conf.enable_listen:
@@ -198,12 +194,12 @@ class nixl_agent:
         return self.plugin_list
 
     def get_plugin_mem_types(self, backend: str) -> list[str]:
-        """Return the kinds of memory of a plugin; empty if there is no such plugin."""
+        """Return the kinds of memory of a plugin; empty if it cannot be loaded."""
         self._load_plugin_params(backend)
         return self.plugin_mem_types.get(backend, [])
 
     def get_plugin_params(self, backend: str) -> dict[str, str]:
-        """Return the parameters of a plugin and their defaults; empty if there is none such."""
+        """Return the parameters of a plugin and their defaults; empty if it cannot be loaded."""
         self._load_plugin_params(backend)
         return self.plugin_b_options.get(backend, {})
 
@@ -268,8 +264,12 @@ class nixl_agent:
             return None
         return nixlBind.nixlRemoteDList(self.nixl_mems[mem_type], descs)
 
-    def get_serialized_descs(self, descs: nixlBind.nixlXferDList | nixlBind.nixlRegDList) -> bytes:
-        """Return a list as bytes that NIXL's own package can deserialise too."""
+    def get_serialized_descs(
+        self, descs: nixlBind.nixlXferDList | nixlBind.nixlRegDList | None
+    ) -> bytes:
+        """Return a list, or None, as bytes that NIXL's own package can deserialise too."""
+        if descs is None:
+            return pickle.dumps(None)
         kind = descs.__class__.__name__
         if kind not in _SERIALISED:
             raise TypeError(f"expected a list of descriptors, not {descs!r}")
@@ -282,14 +282,14 @@ class nixl_agent:
 
     def deserialize_descs(
         self, serialized_descs: bytes
-    ) -> nixlBind.nixlXferDList | nixlBind.nixlRegDList:
+    ) -> nixlBind.nixlXferDList | nixlBind.nixlRegDList | None:
         """Return the list of such bytes.
 
         NIXL unpickles whatever a peer sends. This reads pickles of descriptor lists only, and
         refuses one that names anything else.
         """
         descs = _DescsUnpickler(io.BytesIO(serialized_descs)).load()
-        if descs.__class__.__name__ not in _SERIALISED:
+        if descs is not None and descs.__class__.__name__ not in _SERIALISED:
             raise nixlBind.nixlMismatchError(f"the bytes are {descs!r}, not a descriptor list")
         return descs  # type: ignore[no-any-return]
 
@@ -485,10 +485,14 @@ class nixl_agent:
         return [self.backends[name] for name in backends]
 
     def _load_plugin_params(self, plugin: str) -> None:
-        if plugin in self.plugin_list and plugin not in self.plugin_b_options:
+        if plugin in self.plugin_b_options:
+            return
+        try:
             self.plugin_b_options[plugin], self.plugin_mem_types[plugin] = (
                 self.agent.getPluginParams(plugin)
             )
+        except nixlBind.nixlNotFoundError as error:
+            _logger.warning("nothing is known of plugin %s: %s", plugin, str(error))
 
     def _usable_descs(
         self, kind: type[_ListType], descs: Descs, mem_type: str | None, purpose: str

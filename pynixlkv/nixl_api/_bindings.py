@@ -7,16 +7,13 @@ release it is refused, where NIXL would follow a dangling pointer.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import enum
 import functools
 import inspect
 import itertools
-import threading
 import weakref
 from array import array
-from collections import Counter
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
@@ -125,6 +122,12 @@ class nixl_status_t(_NativeEnum):
 for _enum in (nixl_thread_sync_t, nixl_mem_t, nixl_xfer_op_t, nixl_cost_t, nixl_status_t):
     globals().update(_enum.__members__)
 
+# By number: to look a member up takes longer than to poll a transfer.
+_OPERATIONS = (Operation.READ, Operation.WRITE)
+_MEMORY = tuple(MemoryType(memory) for memory in nixl_mem_t)
+_SUCCESS, _IN_PROGRESS = nixl_status_t.NIXL_SUCCESS, nixl_status_t.NIXL_IN_PROG
+_DONE, _NOT_POSTED = XferState.DONE, XferState.NOT_POSTED
+
 
 # ---- exceptions
 
@@ -179,10 +182,31 @@ class nixlNoTelemetryError(PynixlkvError):
 
 _KINDS: tuple[tuple[tuple[type[PynixlkvError], ...], type[PynixlkvError]], ...] = (
     ((NotRegisteredError, UnknownPeerError, StalePeerError, NixlNotFoundError), nixlNotFoundError),
-    ((RegistrationInUseError, AlreadyRegisteredError), nixlNotAllowedError),
+    ((RegistrationInUseError,), nixlNotAllowedError),
+    ((AlreadyRegisteredError,), nixlBackendError),
     ((NixlInvalidParamError, ClosedError, ConfigError), nixlInvalidParamError),
     ((NixlTelemetryError,), nixlNoTelemetryError),
 )
+
+
+_NATIVE_ERRORS = (NativeError, StateError, ConfigError)
+
+
+def _rename(
+    error: PynixlkvError,
+    backend: type[PynixlkvError] = nixlBackendError,
+    state: type[PynixlkvError] = nixlNotAllowedError,
+) -> NoReturn:
+    """Raise NIXL's exception for one of `_NATIVE_ERRORS`.
+
+    NIXL's C interface has one status for most failures, so what was called decides what a failure
+    of the backend, or a wrong state, is called.
+    """
+    if isinstance(error, ForkError | LibraryNotFoundError):
+        raise error
+    otherwise = state if isinstance(error, StateError) else backend
+    named = next((to for kinds, to in _KINDS if isinstance(error, kinds)), otherwise)
+    raise named(str(error)) from error
 
 
 def _raises_nixl(
@@ -190,27 +214,28 @@ def _raises_nixl(
     backend: type[PynixlkvError] = nixlBackendError,
     state: type[PynixlkvError] = nixlNotAllowedError,
 ) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
-    """Make a method raise NIXL's exceptions.
-
-    NIXL's C interface has one status for most failures, so what the method does decides what a
-    failure of the backend, or a wrong state, is called.
-    """
+    """Make a method raise NIXL's exceptions; those that programs poll catch them themselves."""
 
     def decorate(method: Callable[Params, Result]) -> Callable[Params, Result]:
         @functools.wraps(method)
         def call(*args: Params.args, **kwargs: Params.kwargs) -> Result:
             try:
                 return method(*args, **kwargs)
-            except (ForkError, LibraryNotFoundError):
-                raise
-            except (NativeError, StateError, ConfigError) as error:
-                otherwise = state if isinstance(error, StateError) else backend
-                named = next((to for kinds, to in _KINDS if isinstance(error, kinds)), otherwise)
-                raise named(str(error)) from error
+            except _NATIVE_ERRORS as error:
+                _rename(error, backend, state)
 
         return call
 
     return decorate
+
+
+_CATCHING: set[Callable[..., object]] = set()
+
+
+def _catches(method: Callable[Params, Result]) -> Callable[Params, Result]:
+    """Mark a method that calls `_rename` itself: programs poll it, and a wrapper takes time."""
+    _CATCHING.add(method)
+    return method
 
 
 def _all_raise_nixl(cls: type[Result]) -> type[Result]:
@@ -220,6 +245,7 @@ def _all_raise_nixl(cls: type[Result]) -> type[Result]:
             inspect.isfunction(method)
             and not name.startswith("_")
             and not hasattr(method, "__wrapped__")
+            and method not in _CATCHING
         ):
             setattr(cls, name, _raises_nixl()(method))
     return cls
@@ -333,9 +359,13 @@ class _DescList:
         else:
             self._rows = np.zeros((int(descs) or init_size, 3), dtype=np.uint64)
         self._count = len(self._rows)
-        self._extras: list[Any] = [self._blank] * self._count
-        if isinstance(descs, list) and self._width > 3:
-            self._extras = [self._extra(desc) for desc in descs]
+        self._extras: list[Any] = []  # empty where tuples have three elements
+        if self._width > 3:
+            self._extras = (
+                [self._extra(desc) for desc in descs]
+                if isinstance(descs, list)
+                else [self._blank] * self._count
+            )
 
     @classmethod
     def _from_array(cls, descs: NDArray[Any]) -> Rows:
@@ -371,7 +401,7 @@ class _DescList:
 
     @property
     def memory(self) -> MemoryType:
-        return MemoryType(self._type)
+        return _MEMORY[self._type]
 
     def getType(self) -> nixl_mem_t:
         return self._type
@@ -399,7 +429,8 @@ class _DescList:
     def __setitem__(self, index: int, desc: tuple[Any, ...]) -> None:
         self._check(desc)
         self.rows[self._index(index)] = _as_rows([desc])[0]
-        self._extras[index] = self._extra(desc)
+        if self._extras:
+            self._extras[index] = self._extra(desc)
 
     def addDesc(self, desc: tuple[Any, ...]) -> None:
         self._check(desc)
@@ -408,7 +439,8 @@ class _DescList:
             spare = np.empty((max(8, self._count), 3), dtype=np.uint64)
             self._rows = np.concatenate([self._rows, spare])
         self._rows[self._count] = row[0]
-        self._extras.append(self._extra(desc))
+        if self._width > 3:
+            self._extras.append(self._extra(desc))
         self._count += 1
 
     append = addDesc
@@ -416,14 +448,14 @@ class _DescList:
     def index(self, desc: tuple[Any, ...]) -> int:
         self._check(desc)
         for place in np.flatnonzero((self.rows == _as_rows([desc])).all(axis=1)):
-            if self._extras[place] == self._extra(desc):
+            if not self._extras or self._extras[place] == self._extra(desc):
                 return int(place)
         raise nixlNotFoundError(f"{desc!r} is not in the list of {self._count} descriptors")
 
     def remDesc(self, index: int) -> None:
         place = self._index(index)
         self._rows = np.delete(self.rows, place, axis=0)
-        del self._extras[place]
+        del self._extras[place : place + 1]
         self._count -= 1
 
     def clear(self) -> None:
@@ -554,27 +586,29 @@ class nixlAgent:
     """NIXL's agent, with numbers for handles."""
 
     def __init__(self, name: str, config: nixlAgentConfig) -> None:
-        self._agent = nixl.Agent(
-            name,
-            nixl.AgentConfig(
-                progress_thread=config.useProgThread,
-                listen_thread=config.useListenThread,
-                listen_port=config.listenPort,
-                thread_sync=nixl.ThreadSync(config.syncMode),
-                progress_delay_us=config.pthrDelay,
-                listen_delay_us=config.lthrDelay,
-                telemetry=config.captureTelemetry,
-            ),
-        )
+        if not isinstance(name, str | bytes):
+            raise TypeError(f"the name of an agent is {name!r}; it must be a str")
+        try:
+            self._agent = nixl.Agent(
+                _as_text(name),
+                nixl.AgentConfig(
+                    progress_thread=config.useProgThread,
+                    listen_thread=config.useListenThread,
+                    listen_port=_port(config.listenPort),
+                    thread_sync=nixl.ThreadSync(config.syncMode),
+                    progress_delay_us=config.pthrDelay,
+                    listen_delay_us=config.lthrDelay,
+                    telemetry=config.captureTelemetry,
+                ),
+            )
+        except NativeError as error:
+            raise RuntimeError(str(error)) from error
         self._numbers = itertools.count(1)
         self._backends: dict[int, nixl.Backend] = {}
         self._prepared: dict[int, nixl.PreparedList] = {}
         self._requests: dict[int, nixl.XferRequest] = {}
-        self._registrations: dict[_RegistrationKey, list[nixl.Registration]] = {}
-        self._unwanted: set[int] = set()
-        self._books = threading.Lock()  # of the registrations
         # Holds what the agent has made, so that all of it is still there when the agent is closed.
-        kept = (self._prepared, self._requests, self._registrations)
+        kept = (self._prepared, self._requests)
         weakref.finalize(self, lambda agent, _kept: agent.close(0.0), self._agent, kept)
 
     @property
@@ -586,6 +620,7 @@ class nixlAgent:
     def getAvailPlugins(self) -> list[str]:
         return self._agent.get_available_plugins()
 
+    @_raises_nixl(backend=nixlNotFoundError)
     def getPluginParams(self, plugin: str) -> tuple[dict[str, str], list[str]]:
         self._require_plugin(plugin)
         return _info(self._agent.get_plugin_params(plugin))
@@ -596,7 +631,12 @@ class nixlAgent:
     @_raises_nixl(state=nixlInvalidParamError)
     def createBackend(self, plugin: str, params: Mapping[str, str]) -> int:
         self._require_plugin(plugin)
-        return self._number(self._backends, self._agent.create_backend(plugin, params))
+        try:
+            backend = self._agent.create_backend(plugin, params)
+        except NativeError:
+            self.getPluginParams(plugin)  # which says so if a library of the plugin is missing
+            raise
+        return self._number(self._backends, backend)
 
     # -- memory
 
@@ -606,49 +646,24 @@ class nixlAgent:
         A descriptor that is registered already is counted, and has to be deregistered as often.
         """
         _require(descs, nixlRegDList)
-        chosen = self._chosen(backends)
-        done: list[_RegistrationKey] = []
-        with self._books:
-            try:
-                for row, meta in zip(descs.rows, descs._extras, strict=True):
-                    key = _registration_key(descs, row)
-                    if key in self._registrations:
-                        self._registrations[key].append(self._registrations[key][0])
-                    else:
-                        registration = self._agent.register_mem(
-                            row[np.newaxis],
-                            descs.memory,
-                            metadata=[meta],
-                            keepalive=descs._keepalive,
-                            backends=chosen,
-                        )
-                        self._registrations[key] = [registration]
-                    done.append(key)
-            except BaseException:
-                for key in reversed(done):
-                    self._deregister(key)
-                raise
+        self._agent.register_counted(
+            descs.rows,
+            descs.memory,
+            descs._extras if any(descs._extras) else (),
+            descs._keepalive,
+            self._chosen(backends),
+        )
         return nixl_status_t.NIXL_SUCCESS
 
     def deregisterMem(self, descs: nixlRegDList, backends: Sequence[int] = ()) -> nixl_status_t:
         """Deregister memory by the descriptors with which it was registered.
 
-        The number of backends does not matter: memory is registered once, with all of its backends.
+        The number of backends does not matter: memory is deregistered from all of its backends.
+        Refused only while a transfer moves bytes of it; lists and transfers on it become stale.
         """
-        _require(descs, nixlRegDList)
-        self._chosen(backends)
-        keys = [_registration_key(descs, row) for row in descs.rows]
-        asked: Counter[_RegistrationKey] = Counter()
-        with self._books:
-            for index, key in enumerate(keys):
-                asked[key] += 1
-                if len(self._registrations.get(key, ())) < asked[key]:
-                    raise nixlNotFoundError(
-                        f"descriptor {index} {descs[index]!r} is not registered with agent "
-                        f"{self._agent.name!r}; deregister exactly what was registered, and once"
-                    )
-            for key in keys:
-                self._deregister(key)
+        if not self._agent.is_closed:  # which deregisters everything
+            _require(descs, nixlRegDList)
+            self._agent.deregister_counted(descs.rows, descs.memory, self._chosen(backends))
         return nixl_status_t.NIXL_SUCCESS
 
     def queryMem(self, descs: nixlRegDList, backend: int) -> list[dict[str, str] | None]:
@@ -732,8 +747,7 @@ class nixlAgent:
 
     # -- transfers
 
-    # Everything else has been checked, so NIXL can only refuse memory that no backend knows.
-    @_raises_nixl(backend=nixlNotFoundError)
+    @_catches
     def prepXferDlist(
         self,
         agent_name: Text | nixlXferDList,
@@ -752,18 +766,22 @@ class nixlAgent:
             names.insert(1, "mem_type")
         given = dict(zip(names[1:], args, strict=False)) | kwargs
         descs = given["descs"]
-        if "mem_type" in given:
-            memory, rows = nixl_mem_t(given["mem_type"]), _expand_strided(descs)
-        else:
-            memory, rows = _require(descs, nixlXferDList).getType(), descs.rows
-        prepared = self._agent.prep_xfer_dlist(
-            _as_text(agent_name) or None,
-            rows,
-            MemoryType(memory),
-            backends=self._chosen(given.get("backend", ())),
-        )
+        peer, backends = _as_text(agent_name), self._chosen(given.get("backend", ()))
+        try:
+            if "mem_type" in given:
+                memory = _MEMORY[nixl_mem_t(given["mem_type"])]
+                prepared = self._agent.prep_xfer_runs(peer, _as_runs(descs), memory, backends)
+            else:
+                _require(descs, nixlXferDList)
+                prepared = self._agent.prep_xfer_dlist(
+                    peer, descs.rows, descs.memory, backends=backends
+                )
+        except _NATIVE_ERRORS as error:
+            # All else has been checked, so NIXL can only refuse memory that no backend knows.
+            _rename(error, nixlNotFoundError)
         return self._number(self._prepared, prepared)
 
+    @_catches
     def makeXferReq(
         self,
         operation: nixl_xfer_op_t,
@@ -775,16 +793,19 @@ class nixlAgent:
         backend: Sequence[int] = (),
         skip_desc_merg: bool = False,
     ) -> int:
-        request = self._agent.make_xfer_req(
-            Operation(operation),
-            self._prepared_list(local_side),
-            local_indices,
-            self._prepared_list(remote_side),
-            remote_indices,
-            notification=_as_bytes(notif_msg, "notif_msg") or None,
-            skip_merge=skip_desc_merg,
-            backends=self._chosen(backend),
-        )
+        try:
+            request = self._agent.make_xfer_req(
+                _OPERATIONS[operation],
+                self._prepared_list(local_side),
+                local_indices,
+                self._prepared_list(remote_side),
+                remote_indices,
+                notification=_as_bytes(notif_msg, "notif_msg") if notif_msg else None,
+                skip_merge=skip_desc_merg,
+                backends=self._chosen(backend),
+            )
+        except _NATIVE_ERRORS as error:
+            _rename(error)
         return self._number(self._requests, request)
 
     @_raises_nixl(backend=nixlNotFoundError)
@@ -800,7 +821,7 @@ class nixlAgent:
         _require(local_descs, nixlXferDList)
         _require(remote_descs, nixlXferDList)
         request = self._agent.create_xfer_req(
-            Operation(operation),
+            _OPERATIONS[operation],
             local_descs.rows,
             remote_descs.rows,
             _as_text(remote_agent),
@@ -815,19 +836,27 @@ class nixlAgent:
         cost = self._agent.estimate_xfer_cost(self._request(req_handle))
         return cost.duration_us, cost.margin_us, nixl_cost_t(cost.method)
 
-    @_raises_nixl(backend=nixlRemoteDisconnectError, state=nixlRepostActiveError)
+    @_catches
     def postXferReq(self, reqh: int, notif_msg: Text = "") -> nixl_status_t:
         """Start a transfer; an empty message keeps the one it was made with."""
-        message = _as_bytes(notif_msg, "notif_msg") or None
-        return _status(self._agent.post_xfer_req(self._request(reqh), message))
+        request = self._request(reqh)
+        message = _as_bytes(notif_msg, "notif_msg") if notif_msg else None
+        try:
+            state = self._agent.post_xfer_req(request, message)
+        except _NATIVE_ERRORS as error:
+            _rename(error, self._lost(request), nixlRepostActiveError)
+        return _SUCCESS if state is _DONE else _IN_PROGRESS
 
-    @_raises_nixl(backend=nixlRemoteDisconnectError)
+    @_catches
     def getXferStatus(self, reqh: int) -> nixl_status_t:
         request = self._request(reqh)
-        state = self._agent.get_xfer_status(request)
-        if state == XferState.NOT_POSTED:
+        try:
+            state = self._agent.get_xfer_status(request)
+        except _NATIVE_ERRORS as error:
+            _rename(error, self._lost(request))
+        if state is _NOT_POSTED:
             raise nixlNotPostedError(f"{request!r} has not been posted")
-        return _status(state)
+        return _SUCCESS if state is _DONE else _IN_PROGRESS
 
     @_raises_nixl(state=nixlNotPostedError)
     def getXferTelemetry(self, reqh: int) -> nixlXferTelemetry:
@@ -840,40 +869,45 @@ class nixlAgent:
         chosen = self._agent.query_xfer_backend(self._request(reqh))
         return next(number for number, backend in self._backends.items() if backend is chosen)
 
+    @_catches
     def releaseXferReq(self, reqh: int) -> nixl_status_t:
         """Release a transfer.
 
-        One that runs is refused: its bytes still move, whatever is done with the handle.
+        The bytes of one that runs still move, whatever is done with the handle. The agent keeps it
+        until it has ended, and its memory registered.
         """
-        request = self._request(reqh)
-        if request.state == XferState.PENDING:
-            with contextlib.suppress(NativeError):  # it has failed, and so ended
-                self._agent.get_xfer_status(request)
-        if request.state == XferState.PENDING:
-            raise nixlNotAllowedError(
-                f"{request!r} is running and cannot be cancelled; its memory stays in use. Poll it "
-                "until it ends, then release it"
-            )
-        self._agent.release_xfer_req(request)
+        try:
+            self._agent.release_xfer_req(self._request(reqh))
+        except _NATIVE_ERRORS as error:
+            if not self._agent.is_closed:
+                _rename(error)
         self._requests.pop(reqh, None)
-        self._release_unwanted()
-        return nixl_status_t.NIXL_SUCCESS
+        return _SUCCESS
 
+    @_catches
     def releasedDlistH(self, handle: int) -> nixl_status_t:
         """Release a prepared list; transfers made from it may go on."""
-        self._prepared_list(handle)
-        self._unwanted.add(handle)
-        self._release_unwanted()
-        return nixl_status_t.NIXL_SUCCESS
+        try:
+            self._agent.release_dlist_handle(self._prepared_list(handle), when_unused=True)
+        except _NATIVE_ERRORS as error:
+            if not self._agent.is_closed:
+                _rename(error)
+        self._prepared.pop(handle, None)
+        return _SUCCESS
 
     # -- notifications
 
+    @_catches
     def getNotifs(
         self, notif_map: Mapping[str, list[bytes]], backends: Sequence[int] = ()
     ) -> dict[str, list[bytes]]:
         """Return the map with the notifications that have arrived added to it."""
+        try:
+            notes = self._agent.get_notifs(backends=self._chosen(backends))
+        except _NATIVE_ERRORS as error:
+            _rename(error)
         merged = {peer: list(messages) for peer, messages in notif_map.items()}
-        for peer, message in self._agent.get_notifs(backends=self._chosen(backends)):
+        for peer, message in notes:
             merged.setdefault(peer, []).append(message)
         return merged
 
@@ -902,10 +936,10 @@ class nixlAgent:
 
     # -- private
 
-    def _drop_request(self, number: int) -> None:
-        """Release a dropped transfer; a running one is quarantined until it has ended."""
-        self._agent.release_xfer_req(self._requests.pop(number))
-        self._release_unwanted()
+    def _lost(self, request: nixl.XferRequest) -> type[PynixlkvError]:
+        """Return what a failure of the backend is called; files and objects have no peer."""
+        is_own = request.peer == self._agent.name
+        return nixlBackendError if is_own else nixlRemoteDisconnectError
 
     def _number(self, table: dict[int, Result], thing: Result) -> int:
         number = next(self._numbers)
@@ -916,47 +950,18 @@ class nixlAgent:
         return _find(self._backends, number, "backend")
 
     def _prepared_list(self, number: int) -> nixl.PreparedList:
-        return _find(self._prepared, 0 if number in self._unwanted else number, "prepared list")
+        return _find(self._prepared, number, "prepared list")
 
     def _request(self, number: int) -> nixl.XferRequest:
         return _find(self._requests, number, "transfer")
 
     def _chosen(self, backends: Sequence[int]) -> list[nixl.Backend]:
-        return [self._backend(number) for number in backends]
+        return [self._backend(number) for number in backends] if backends else []
 
     def _require_plugin(self, plugin: str) -> None:
         plugins = self._agent.get_available_plugins()
         if plugin not in plugins:
             raise nixlNotFoundError(f"there is no plugin {plugin!r}; NIXL has {plugins}")
-
-    def _deregister(self, key: _RegistrationKey) -> None:
-        known = self._registrations[key]
-        if len(known) == 1:
-            self._agent.deregister_mem(known[0])
-            del self._registrations[key]
-        else:
-            known.pop()
-
-    def _release_unwanted(self) -> None:
-        """Release the unwanted lists that no transfer uses."""
-        for number in list(self._unwanted):
-            prepared = self._prepared.get(number)
-            try:
-                if prepared is not None:
-                    self._agent.release_dlist_handle(prepared)
-            except ClosedError:
-                pass  # by another thread, just now
-            except StateError:
-                continue
-            self._unwanted.discard(number)
-            self._prepared.pop(number, None)
-
-
-_RegistrationKey = tuple[int, int, int, int]
-
-
-def _registration_key(descs: nixlRegDList, row: Rows) -> _RegistrationKey:
-    return (int(descs.getType()), *(int(number) for number in row))  # type: ignore[return-value]
 
 
 def _find(table: dict[int, Result], number: int, what: str) -> Result:
@@ -984,22 +989,24 @@ def _require_no_label(label: str) -> None:
         )
 
 
-def _expand_strided(descs: NDArray[Any]) -> Rows:
-    """Return the descriptors of rows of address, length, device, stride and count."""
+def _as_runs(descs: NDArray[Any]) -> NDArray[np.uint64]:
+    """Return rows of address, length, device, stride and count."""
     if descs.ndim != 2 or descs.shape[1] != 5:
         raise ValueError("strided descriptors must be an Nx5 numpy array")
-    if descs.dtype not in (np.uint64, np.int64) or (descs < 0).any():
+    is_signed = descs.dtype == np.int64
+    if not (is_signed or descs.dtype == np.uint64) or (is_signed and (descs < 0).any()):
         raise ValueError("strided descriptors must be uint64 or int64, and not negative")
-    address, length, device, stride, count = descs.astype(np.uint64).T
-    counts = count.astype(np.int64)
-    which = np.repeat(np.arange(len(descs)), counts)
-    step = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
-    addresses = address[which] + step.astype(np.uint64) * stride[which]
-    return np.stack([addresses, length[which], device[which]], axis=1)
+    return np.ascontiguousarray(descs, dtype=np.uint64)
 
 
 def _as_text(name: Text) -> str:
     return name.decode() if isinstance(name, bytes) else name
+
+
+def _port(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 16:
+        raise TypeError(f"listenPort is {value!r}; it must be an int from 0 to 65535")
+    return value
 
 
 def _as_bytes(value: object, what: str) -> bytes:
@@ -1008,10 +1015,6 @@ def _as_bytes(value: object, what: str) -> bytes:
     if isinstance(value, bytes):
         return value
     raise TypeError(f"{what} must be bytes or str, not {value!r}")
-
-
-def _status(state: XferState) -> nixl_status_t:
-    return nixl_status_t.NIXL_SUCCESS if state == XferState.DONE else nixl_status_t.NIXL_IN_PROG
 
 
 def _info(info: nixl.PluginParams) -> tuple[dict[str, str], list[str]]:

@@ -10,12 +10,14 @@ from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING
 
 from pynixlkv.errors import ConfigError, StateError
+from pynixlkv.nixl_api._logging import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import ModuleType
 
 VARIABLE = "PYNIXLKV_NIXL_API"
+NAMES = ("nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm", "rixl")
 _SUBMODULES = {"_api": "_api", "_bindings": "_bindings", "_utils": "_utils", "logging": "_logging"}
 
 
@@ -53,21 +55,29 @@ class _Finder(MetaPathFinder, Loader):
             setattr(module, name, sys.modules[f"{self.name}.{name}"])
 
 
-def install(name: str = "nixl") -> None:
+def install(*names: str) -> None:
     """Make ``import nixl``, and of its modules, give what this package offers.
 
-    `name` is the top-level name to take (``nixl``, ``nixl_cu12``, ``nixl_rocm``). Acts on this
-    process only; a second call does nothing. Raises `StateError` if NIXL's own package of that
+    `names` are the top-level names to take; all names of NIXL's packages by default. Acts on this
+    process only; a second call does nothing. Raises `StateError` if NIXL's own package of such a
     name has been imported.
     """
-    if any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
-        return
-    if name in sys.modules:
-        origin = getattr(sys.modules[name], "__file__", None)
-        raise StateError(
-            f"{name} has been imported from {origin}; call install() before anything imports it"
-        )
-    sys.meta_path.insert(0, _Finder(name))
+    taken = installed_names()
+    wanted = [name for name in names or NAMES if name not in taken]
+    for name in wanted:
+        if name in sys.modules:
+            origin = getattr(sys.modules[name], "__file__", None)
+            raise StateError(
+                f"{name} has been imported from {origin}; call install() before anything imports it"
+            )
+    sys.meta_path[:0] = [_Finder(name) for name in wanted]
+    if wanted:
+        get_logger("nixl_api").info("pynixlkv.nixl_api stands in for %s", ", ".join(wanted))
+
+
+def installed_names() -> list[str]:
+    """Return the top-level names that `install` has taken in this process."""
+    return [finder.name for finder in sys.meta_path if isinstance(finder, _Finder)]
 
 
 def install_if_asked() -> None:

@@ -92,6 +92,9 @@ class _Local:
 class AgentConformance:
     """The promises of `pynixlkv.agent.Agent`."""
 
+    make_pool: Callable[[str], Pool] = Pool
+    """Makes the suite's own pool from its axes."""
+
     @pytest.fixture
     def make_agent(self) -> Iterator[Callable[[str], Agent]]:
         """Make agents and close them; overridden by the tests of an agent."""
@@ -105,7 +108,7 @@ class AgentConformance:
     @pytest.fixture
     def local(self, make_agent: Callable[[str], Agent], remote: Remote) -> _Local:
         """Our side, with another layout than the remote's."""
-        return _Local(make_agent("local"), remote, Pool("KBHND"))
+        return _Local(make_agent("local"), remote, self.make_pool("KBHND"))
 
     # ---- moving bytes
 
@@ -159,7 +162,7 @@ class AgentConformance:
         assert np.array_equal(local.remote_pool().array, before_there)
 
     def test_layouts_may_differ(self, make_agent: Callable[[str], Agent], remote: Remote) -> None:
-        local = _Local(make_agent("other-layout"), remote, Pool("BNKHD"))
+        local = _Local(make_agent("other-layout"), remote, self.make_pool("BNKHD"))
         remote.fill(5)
         there = local.remote_pool()
         local.agent.read(local.peer, local.plan(), [1, 2], [7, 3], num_tokens=11).wait(WAIT_S)
@@ -339,7 +342,7 @@ class AgentConformance:
         with pytest.raises(AlreadyRegisteredError):
             local.agent.register(local.pool.cache)
         with pytest.raises(AlreadyRegisteredError):
-            local.agent.register(local.pool.array[0])
+            local.agent.register(local.pool.cache.spans[0])
         local.registration.close()
         with pytest.raises(ClosedError):
             local.registration.close()
@@ -384,7 +387,7 @@ class AgentConformance:
 
     def test_hello_of_unregistered_memory(self, local: _Local) -> None:
         with pytest.raises(NotRegisteredError):
-            local.agent.hello(Pool().cache)
+            local.agent.hello(self.make_pool("KBHND").cache)
 
     # ---- hello
 

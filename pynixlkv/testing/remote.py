@@ -44,13 +44,18 @@ class Pool:
     def __init__(self, axes: str = "KBHND") -> None:
         sizes = {"K": 2, "B": self.NUM_BLOCKS, "H": self.HEADS, "N": self.TOKENS, "D": self.DIM}
         self.axes = axes
-        self.array: npt.NDArray[np.uint16] = np.zeros([sizes[a] for a in axes], dtype=np.uint16)
-        self.cache = KVCache.from_tensors({"layer.0": self.array}, axes=axes, kv_heads=self.HEADS)
+        self.array, tensor = self._allocate([sizes[a] for a in axes])
+        self.cache = KVCache.from_tensors({"layer.0": tensor}, axes=axes, kv_heads=self.HEADS)
+
+    def _allocate(self, shape: list[int]) -> tuple[npt.NDArray[np.uint16], object]:
+        """Return an array for the suite to look at, and the tensor that agents move."""
+        array = np.zeros(shape, dtype=np.uint16)
+        return array, array
 
     @property
     def address(self) -> int:
-        """Address of the first byte."""
-        return int(self.array.__array_interface__["data"][0])
+        """Address of the first byte, for agents."""
+        return self.cache.spans[0].address
 
     @property
     def bytes(self) -> npt.NDArray[np.uint8]:
@@ -77,19 +82,26 @@ class Remote:
         Makes an agent from its name.
     name, axes : str
         Agent name, axes of the pool.
+    make_pool : callable
+        Makes the pool from its axes.
     """
 
     def __init__(
-        self, make: Callable[[str], Agent], name: str = "remote", axes: str = "KBHND"
+        self,
+        make: Callable[[str], Agent],
+        name: str = "remote",
+        axes: str = "KBHND",
+        make_pool: Callable[[str], Pool] = Pool,
     ) -> None:
         self.name = name
         self._make = make
         self._axes = axes
+        self._make_pool = make_pool
         self.start()
 
     def start(self) -> None:
         """Make the agent, again after `kill`."""
-        self._pool = Pool(self._axes)
+        self._pool = self._make_pool(self._axes)
         self._agent = self._make(self.name)
         self._agent.register(self._pool.cache)
         self._peers: dict[str, Peer] = {}
@@ -196,6 +208,8 @@ class ProcessRemote:
         Makes an agent from its name; a top-level class or function, or a partial of one.
     name, axes : str
         Agent name, axes of the pool.
+    make_pool : callable
+        Makes the pool from its axes; as `make`.
     hosts : list of ChildProcess, optional
         Idle processes, which several remotes share because a start takes longer than most tests; by
         default the remote starts a process and ends it.
@@ -206,10 +220,11 @@ class ProcessRemote:
         make: Callable[[str], Agent],
         name: str = "remote",
         axes: str = "KBHND",
+        make_pool: Callable[[str], Pool] = Pool,
         hosts: list[ChildProcess] | None = None,
     ) -> None:
         self.name = name
-        self._arguments = make, name, axes
+        self._arguments = make, name, axes, make_pool
         self._hosts = hosts
         self.start()
 

@@ -115,6 +115,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._not_sent: set[str] = set()  # the same for requests to hold
         self._copy: BlockCopy | None = None
         self._layer_numbers: dict[str, int] = {}
+        self._device: torch.device | None = None  # of the cache, once it is known
         self._is_step_begun = False
         # Without both of its caches vLLM numbers images instead of identifying them.
         features = vllm_config.model_config.multimodal_config
@@ -316,6 +317,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         rank = get_pp_group().rank_in_group, get_tensor_model_parallel_rank()
         if self._options.layerwise:
             self._layer_numbers = {name: layer_number(name) for name in kv_caches}
+        self._device = next(iter(kv_caches.values())).device
         parallel = self._vllm_config.parallel_config
         describe = partial(
             kv_cache,
@@ -326,7 +328,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 dcp=(rank[1] % self._dcp, self._dcp),
                 interleave=parallel.cp_kv_cache_interleave_size,
             ),
-            is_opaque=next(iter(kv_caches.values())).device.type == "cpu",
+            is_opaque=self._device.type == "cpu",
             fp8_format=fp8_format(self._vllm_config.cache_config.cache_dtype),
             backends=_backends(self._vllm_config, list(kv_caches)),
         )
@@ -405,7 +407,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._failing.update(metadata.rejected)
         step = metadata.connector
         try:
-            self._loader.start_load_kv(step, work_so_far())
+            self._loader.start_load_kv(step, work_so_far(self._device))
         except Exception as error:
             _log.exception("the requests of a step cannot begin")
             self._failing.update(dict.fromkeys(step.reqs_to_recv, str(error)))
@@ -430,7 +432,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert isinstance(metadata, _StepMetadata)
         if metadata.connector.reqs_to_save:
             try:
-                self._loader.save_kv_layer(number, work_so_far())
+                self._loader.save_kv_layer(number, work_so_far(self._device))
             except Exception:  # it is pushed when the prompt is complete
                 _log.exception("layer %s is not pushed in this step", layer_name)
 

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from pynixlkv.geometry import Geometry
 
 
-def work_so_far() -> torch.cuda.Event | None:
-    """Return an event after all work launched on the current stream; None without CUDA."""
-    return torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
+def work_so_far(device: torch.device | None) -> DeviceEvent | None:
+    """Return an event after all work launched on a device's current stream; None for the CPU."""
+    if device is None or device.type == "cpu":
+        return None
+    event: DeviceEvent = getattr(torch, device.type).current_stream(device).record_event()
+    return event
 
 
 class BlockCopy:
@@ -32,6 +35,7 @@ class BlockCopy:
     ) -> None:
         self.operation: Callable[..., None] | None = None
         """vLLM's copy function, once it is known."""
+        self._device = next(iter(device.values())).device
         self._groups = []
         for group in geometry.groups:
             names = sorted({region.name for region in group.regions})
@@ -53,4 +57,4 @@ class BlockCopy:
                 self.operation(device, host, ids, other, direction)
             else:
                 self.operation(host, device, other, ids, direction)
-        return work_so_far() or COMPLETED
+        return work_so_far(self._device) or COMPLETED

@@ -243,6 +243,27 @@ def test_native_report_says_what_works():
     assert as_json["ucx"]["path"] == report.ucx.path
 
 
+@pytest.mark.parametrize(
+    ("transports", "has_peermem", "ways", "is_incomplete"),
+    [
+        ("tcp cma", True, [], False),
+        ("tcp cuda_copy", False, ["through host memory", "through host memory and TCP"], False),
+        ("tcp cuda_copy cuda_ipc rc_mlx5", True, ["cuda_ipc", "by nvidia_peermem"], False),
+        ("tcp cuda_copy cuda_ipc rc_mlx5", False, ["cuda_ipc", "dma-buf"], True),
+    ],
+)
+def test_the_report_says_how_gpu_memory_moves(
+    transports, has_peermem, ways, is_incomplete, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(_loader, "_PEERMEM", tmp_path if has_peermem else tmp_path / "none")
+    opened = tuple(f"{name}/device" for name in transports.split())
+    found = _loader._device_memory(opened)
+    assert len(found) == len(ways)
+    assert all(way in line for way, line in zip(ways, found, strict=True))
+    missing = _loader._missing(opened)
+    assert any(line.startswith("GPUDirect") for line in missing) is is_incomplete
+
+
 def test_native_report_without_nixl_says_how_to_get_it(no_nixl):
     report = pynixlkv.native_report()
     assert report.nixl is None

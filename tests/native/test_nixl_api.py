@@ -79,6 +79,11 @@ def finish(agent, handle):
     wait_for(lambda: agent.check_xfer_state(handle) == "DONE", "the end of the transfer")
 
 
+def move(agent, handle):
+    agent.transfer(handle)
+    finish(agent, handle)
+
+
 @pytest.fixture
 def two(api):
     """Two agents that know each other, each with a registered area."""
@@ -641,9 +646,9 @@ def serve(channel, which, params):
     return "closed"
 
 
-def reach(start_peer, api, target, params=None):
+def reach(start_peer, api, target, params=None, **config):
     peer = start_peer(serve, target, params)
-    agent = make(api, "initiator", params)
+    agent = make(api, "initiator", params, **config)
     area = Area(BLOCK * NUM_BLOCKS, 1)
     register(agent, area)
     metadata, serialised, descs = peer.receive()
@@ -768,10 +773,47 @@ def test_a_list_may_be_released_before_its_transfers(ours):
     a.agent.transfer(handle)
     finish(a.agent, handle)
     assert np.array_equal(a.area.inside[:BLOCK], b.area.inside[:BLOCK])
-    with pytest.raises(ours.bindings.nixlNotAllowedError, match="is used by"):
-        a.agent.deregister_memory(a.registered)
-    handle.release()
     a.agent.deregister_memory(a.registered)
+    handle.release()
+
+
+def test_memory_may_go_before_the_lists_and_finished_transfers_on_it(api):
+    a, b = connect(api)
+    local, remote = prepare_one(a, b)
+    handle = a.agent.make_prepped_xfer("WRITE", local, [0], remote, [0])
+    a.agent.transfer(handle)
+    finish(a.agent, handle)
+    a.agent.deregister_memory(a.registered)
+    if api.which == "pynixlkv":  # NIXL follows dangling pointers
+        again = register(a.agent, a.area)  # does not bring them back
+        for use in (
+            lambda: a.agent.transfer(handle),
+            lambda: a.agent.make_prepped_xfer("WRITE", local, [0], remote, [0]),
+        ):
+            with pytest.raises(api.bindings.nixlNotFoundError, match="has been deregistered since"):
+                use()
+        a.agent.check_xfer_state(handle)
+        a.agent.deregister_memory(again)
+    handle.release()
+    local.release()
+    remote.release()
+
+
+def test_a_part_of_the_memory_leaves_lists_on_the_rest_alone(ours):
+    a, b = connect(ours)
+    area = Area(BLOCK * 4, 3)
+    rows = tuples(area, range(4))
+    a.agent.register_memory([(*row, "") for row in rows], "DRAM")
+    lists = {i: a.agent.prep_xfer_dlist("", rows[i : i + 2], "DRAM") for i in (0, 2)}
+    remote = a.agent.prep_xfer_dlist("b", tuples(b.area, range(2)), "DRAM")
+    a.agent.deregister_memory(a.agent.get_reg_descs([(*rows[1], "")], "DRAM"))
+    with pytest.raises(ours.bindings.nixlNotFoundError, match="has been deregistered since"):
+        a.agent.make_prepped_xfer("READ", lists[0], [0], remote, [0])
+    handle = a.agent.make_prepped_xfer("READ", lists[2], [0, 1], remote, [1, 0])
+    a.agent.transfer(handle)
+    finish(a.agent, handle)
+    expected_blocks(area)[[2, 3]] = expected_blocks(b.area)[[1, 0]]
+    area.check()
 
 
 def test_tensors_live_until_they_are_deregistered(ours, torch):
@@ -836,26 +878,105 @@ def test_damaged_serialised_lists(ours):
             bindings.nixlRegDList.__new__(bindings.nixlRegDList).__setstate__(state[:length])
 
 
-def test_a_running_transfer_is_not_released(ours, start_peer):
-    """Its bytes would still arrive, in memory that the caller takes for free."""
-    peer, agent, area, _, descs = reach(start_peer, ours, "pynixlkv", TCP)
-    local = agent.get_xfer_descs([(area.inside.ctypes.data, area.inside.nbytes, 0)], "DRAM")
-    remote = agent.get_xfer_descs([descs[0][:3]], "DRAM")
+@pytest.mark.parametrize("sync", ["NONE", "STRICT", "RW"])
+def test_a_running_transfer_is_kept_with_its_memory_until_it_ends(ours, start_peer, sync):
+    """Its bytes still arrive, whatever is done with the handle."""
+    mode = ours.nixl_thread_sync_t[f"NIXL_THREAD_SYNC_{sync}"]
+    peer, agent, area, _, descs = reach(start_peer, ours, "pynixlkv", TCP, sync_mode=mode)
+    whole = [(area.inside.ctypes.data, area.inside.nbytes, 0)]
+    local, remote = (agent.get_xfer_descs(rows, "DRAM") for rows in (whole, [descs[0][:3]]))
+    registered = agent.get_reg_descs([(*whole[0], "")], "DRAM")
     peer.stop()
-    handle = agent.initialize_xfer("READ", local, remote, "target")
-    assert agent.transfer(handle) == "PROC"
-    with pytest.raises(ours.bindings.nixlNotAllowedError, match="is running"):
-        handle.release()
-    with pytest.raises(ours.bindings.nixlRepostActiveError):
-        agent.transfer(handle)
-    with pytest.raises(ours.bindings.nixlNotAllowedError, match="is used by"):
-        agent.deregister_memory(
-            agent.get_reg_descs([(area.inside.ctypes.data, area.inside.nbytes, 0, "")], "DRAM")
-        )
+    running, released = (agent.initialize_xfer("READ", local, remote, "target") for _ in range(2))
+    for handle in (running, released):
+        assert agent.transfer(handle) == "PROC"
+        with pytest.raises(ours.bindings.nixlRepostActiveError):
+            agent.transfer(handle)
+    agent.release_xfer_handle(released)
+    with pytest.raises(ours.bindings.nixlInvalidParamError, match="was released"):
+        agent.check_xfer_state(released)
+    for _ in range(2):  # refusing changes nothing
+        with pytest.raises(ours.bindings.nixlNotAllowedError, match="still moves bytes"):
+            agent.deregister_memory(registered)
     peer.resume()
-    finish(agent, handle)
+
+    def is_deregistered():
+        try:
+            agent.deregister_memory(registered)
+        except ours.bindings.nixlNotAllowedError:
+            return False
+        return True
+
+    wait_for(is_deregistered, "the end of the transfers")  # which polls them
+    assert agent.check_xfer_state(running) == "DONE"
     assert np.array_equal(area.inside, Area(BLOCK * NUM_BLOCKS, 2).inside)
+    running.release()
+
+
+def test_memory_is_registered_again_for_a_later_backend(api, tmp_path):
+    agent = make(api, "a")
+    area = Area(BLOCK * 2, 1)
+    descs = [(*row, "") for row in tuples(area, range(2))]
+    agent.register_memory(descs, "DRAM")
+    agent.create_backend("POSIX")
+    registered = agent.register_memory(descs, "DRAM")
+    with (tmp_path / "file").open("w+b") as file:
+        number = file.fileno()
+        in_file = agent.register_memory([(0, BLOCK, number, "")], "FILE")
+        handle = agent.initialize_xfer(
+            "WRITE",
+            agent.get_xfer_descs(tuples(area, [1]), "DRAM"),
+            agent.get_xfer_descs([(0, BLOCK, number)], "FILE"),
+            "a",
+        )
+        agent.transfer(handle)
+        finish(agent, handle)
+        assert agent.query_xfer_backend(handle) == "POSIX"
+        handle.release()
+        assert file.read() == area.inside[BLOCK:].tobytes()
+        agent.deregister_memory(in_file)
+    agent.deregister_memory(registered)
+    agent.deregister_memory(registered)
+    with pytest.raises(api.bindings.nixlNotFoundError):
+        agent.deregister_memory(registered)
+
+
+@pytest.mark.parametrize("range_", [(0, BLOCK), (BLOCK, BLOCK), (0, 2 * BLOCK)], ids=str)
+def test_a_device_number_is_one_file(api, tmp_path, range_):
+    agent = api.nixl_agent("a", api.nixl_agent_config(backends=["POSIX"]))
+    area = Area(BLOCK, 1)
+    agent.register_memory([(*row, "") for row in tuples(area, [0])], "DRAM")
+    agent.register_memory([(0, BLOCK, 5, f"rw,create:{tmp_path}/one")], "FILE")
+    with pytest.raises(api.bindings.nixlBackendError):
+        agent.register_memory([(*range_, 5, f"rw,create:{tmp_path}/two")], "FILE")
+    handle = agent.initialize_xfer(
+        "WRITE",
+        agent.get_xfer_descs(tuples(area, [0]), "DRAM"),
+        agent.get_xfer_descs([(0, BLOCK, 5)], "FILE"),
+        "a",
+    )
+    agent.transfer(handle)
+    finish(agent, handle)
     handle.release()
+    assert (tmp_path / "one").read_bytes() == area.inside.tobytes()
+    assert not (tmp_path / "two").exists()
+
+
+def test_a_failed_storage_transfer_is_a_failed_backend(api, tmp_path):
+    agent = api.nixl_agent("a", api.nixl_agent_config(backends=["POSIX"]))
+    area = Area(BLOCK, 1)
+    agent.register_memory([(*row, "") for row in tuples(area, [0])], "DRAM")
+    (tmp_path / "file").write_bytes(bytes(BLOCK))
+    agent.register_memory([(0, BLOCK, 5, f"ro:{tmp_path}/file")], "FILE")
+    handle = agent.initialize_xfer(
+        "WRITE",
+        agent.get_xfer_descs(tuples(area, [0]), "DRAM"),
+        agent.get_xfer_descs([(0, BLOCK, 5)], "FILE"),
+        "a",
+    )
+    with pytest.raises(api.bindings.nixlBackendError):
+        move(agent, handle)
+    assert (tmp_path / "file").read_bytes() == bytes(BLOCK)
 
 
 # ---- the switch
@@ -877,7 +998,7 @@ def test_install_gives_our_modules_to_those_who_import_nixl():
         agent = nixl_agent("a", nixl_agent_config(backends=["UCX"]))
         print(agent.add_remote_agent.__module__, len(agent.get_agent_metadata()) > 100)
     """
-    assert run_python(code).splitlines() == [
+    assert run_python(code, NIXL_LOG_LEVEL="error").splitlines() == [
         "pynixlkv.nixl_api._api pynixlkv.nixl_api._bindings nixl_mem_t.DRAM_SEG",
         "pynixlkv.nixl_api._api True",
     ]

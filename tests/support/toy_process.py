@@ -89,7 +89,7 @@ class Driver:
 
     def spoil(self):
         """Let a bit of the next request that is received with checksums of all go wrong."""
-        receiver.Verification = SpoiledVerification  # type: ignore[misc]
+        receiver.Verification = SpoiledVerification
         SpoiledVerification.count += 1
 
     def overwrite(self, blocks, prompt):

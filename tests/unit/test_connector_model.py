@@ -526,13 +526,14 @@ class LeaseMachine(RuleBasedStateMachine):
     def hand_over(self, num_samples, num_readers):
         """A prompt of some samples; the router says how many readers there will be."""
         self.number += 1
-        name, told = f"p{self.number}", {"num_readers": num_readers}
+        name, told, params = f"p{self.number}", {"num_readers": num_readers}, None
         self.readers, self.is_alive, self.ends_at = {}, True, self.now + LEASE_S
         self.expected = num_readers if num_samples == 1 else max(num_samples, num_readers)
         for sample in range(num_samples):
             told["sibling_group"] = name
             sample_name = f"{name}.{sample}" if sample else name
-            params = self.world.engines["P"].prefill(sample_name, 7, 4, **told)
+            offer = self.world.engines["P"].prefill(sample_name, 7, 4, **told)
+            params = params or offer  # the first one knows least
             self.world.quiet()
         self.name = name
         return params

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import weakref
+from typing import ClassVar
 
 import ml_dtypes
 import msgspec
@@ -295,6 +296,26 @@ def test_device_memory_is_vram_with_its_ordinal() -> None:
     (span,) = made.spans
     assert (span.memory, span.device) == (MemoryType.VRAM, 3)
     assert made.geometry.spans == (MemorySpan(span.address, span.nbytes, MemoryType.VRAM, 3),)
+
+
+def test_an_array_with_the_interface_of_cuda_is_vram_on_its_device() -> None:
+    class Array:
+        __cuda_array_interface__: ClassVar = {
+            "shape": (2, 5, 4, 8, 16),
+            "typestr": "<f2",
+            "data": (1 << 40, False),
+            "version": 3,
+        }
+
+    class Placed(Array):
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, 3
+
+    for array, device in ((Array(), 0), (Placed(), 3)):
+        made = KVCache.from_tensors({"x": array}, axes="KBHND", kv_heads=4)
+        nbytes = 2 * 5 * 4 * 8 * 16 * 2
+        assert made.spans == (MemorySpan(1 << 40, nbytes, MemoryType.VRAM, device),)
+        assert made.geometry.groups[0].dtype == "float16"
 
 
 def test_one_span_per_storage_and_touching_ones_joined() -> None:

@@ -54,11 +54,17 @@ def compare(producer: KVCache, consumer: KVCache) -> None:
         self_test.run(ours, consumer, peer, peer.geometries[0], slices, 60.0)
 
 
+def scratch_of(cache: KVCache) -> KVCache:
+    scratch = self_test.make_scratch(cache)
+    assert scratch is not None
+    return scratch
+
+
 def made(axes: str) -> KVCache:
     """Return the scratch blocks that a worker makes for a cache."""
     shape = [{**SIZES, "B": 7}[letter] for letter in axes]
     tensors = {f"layer.{i}": np.zeros(shape, np.uint16) for i in range(LAYERS)}
-    return self_test.make_scratch(KVCache.from_tensors(tensors, axes=axes, kv_heads=HEADS))
+    return scratch_of(KVCache.from_tensors(tensors, axes=axes, kv_heads=HEADS))
 
 
 @pytest.mark.parametrize("axes", ["KBHND", "BKNHD"])
@@ -161,10 +167,10 @@ def test_scratch_blocks_of_a_device_are_on_the_device() -> None:
         [dataclasses.replace(array, memory=MemoryType.VRAM) for array in host._arrays],
         host.geometry.groups,
     )
-    scratch = self_test.make_scratch(pretended)
+    scratch = scratch_of(pretended)
     assert isinstance(scratch._arrays[0].owner, torch.Tensor)
     blocks = range(len(self_test.AXES))
-    assert scratch.digest(blocks) == self_test.make_scratch(host).digest(blocks)
+    assert scratch.digest(blocks) == scratch_of(host).digest(blocks)
 
 
 def test_a_large_cache_is_tested_by_layers_that_any_two_ranks_share(monkeypatch) -> None:
@@ -174,7 +180,7 @@ def test_a_large_cache_is_tested_by_layers_that_any_two_ranks_share(monkeypatch)
         dict(list(tensors.items())[:16]), axes="KBHND", kv_heads=HEADS, layers=range(24, 40)
     )
     monkeypatch.setattr(self_test, "_MAX_BYTES", 32_000)
-    scratch = [self_test.make_scratch(cache) for cache in (every, some)]
+    scratch = [scratch_of(cache) for cache in (every, some)]
     for each in scratch:
         assert sum(span.nbytes for span in each.spans) <= 32_000
     first, second = (set(each.geometry.groups[0].layers) for each in scratch)

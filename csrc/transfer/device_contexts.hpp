@@ -1,0 +1,74 @@
+/// @file
+/// CUDA contexts for the threads that reach device memory through a library.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <utility>
+
+#include "base/descriptor.hpp"
+
+namespace pynixlkv::transfer {
+
+class CudaDriver;
+
+/// The primary contexts of the devices whose memory one owner moves, retained from the first use of
+/// each until the end of the owner. Thread-safe. The CUDA driver is opened with the first use.
+class DeviceContexts {
+  public:
+    static constexpr int kMaxDevices = 64;
+
+    DeviceContexts() = default;
+    DeviceContexts(const DeviceContexts&) = delete;
+    DeviceContexts& operator=(const DeviceContexts&) = delete;
+    ~DeviceContexts() { release(); }
+
+    /// Keeps a context current on this thread, and then leaves the thread as it was.
+    class Scope {
+      public:
+        Scope() = default;
+        Scope(Scope&& other) noexcept : driver_(std::exchange(other.driver_, nullptr)) {}
+        Scope& operator=(Scope&& other) noexcept {
+            std::swap(driver_, other.driver_);
+            return *this;
+        }
+        ~Scope();
+        explicit operator bool() const noexcept { return driver_ != nullptr; }
+
+      private:
+        friend class DeviceContexts;
+        explicit Scope(const CudaDriver* driver) noexcept : driver_(driver) {}
+        const CudaDriver* driver_ = nullptr;
+    };
+
+    /// Enter the context of the device that has a row, and retain it if it is new. Without a CUDA
+    /// driver nothing happens: the library may know the memory by another name.
+    /// @param is_device_known whether the caller has named the device of the row
+    /// @return the device, -1 without a driver
+    /// @throws Error RegistrationError for memory that is not the device's, or a driver that fails
+    [[nodiscard]] std::pair<int, Scope> enter_for(const Descriptor& row, bool is_device_known);
+    /// Retain the context of a device that this process uses already; none if there is none.
+    void retain_active() noexcept;
+
+    /// Enter the context of a device that was retained; -1 for none.
+    [[nodiscard]] Scope enter(int device) const noexcept;
+    /// Enter any retained context, unless this thread has a context.
+    [[nodiscard]] Scope enter() const noexcept;
+
+    /// Release what was retained. No scope of this object may be open.
+    void release() noexcept;
+
+    /// Whether other processes can be given access to device memory; true for other memory.
+    [[nodiscard]] static bool is_shareable(std::uint64_t address);
+
+  private:
+    void* retain(const CudaDriver& driver, int device);
+
+    std::mutex mutex_;
+    std::array<std::atomic<void*>, kMaxDevices> contexts_{};
+    std::atomic<void*> first_{nullptr};
+};
+
+}  // namespace pynixlkv::transfer

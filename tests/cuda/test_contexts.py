@@ -1,0 +1,257 @@
+"""Contexts, devices and drivers: what an agent does with them, and leaves alone."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cuda_memory import (
+    DeviceArray,
+    DevicePool,
+    PrivateVmmPool,
+    SecondDevicePool,
+    VmmPool,
+    count,
+    current,
+    current_context,
+    driver,
+)
+
+from pynixlkv.errors import RegistrationError, RegistrationInUseError, TransferTimeout
+from pynixlkv.nixl import NixlAgent
+from pynixlkv.plan import TransferPlan
+from pynixlkv.testing.conformance import WAIT_S
+from pynixlkv.testing.process import RunError
+from pynixlkv.testing.remote import Pool, ProcessRemote
+from pynixlkv.types import MemorySpan, MemoryType
+from pynixlkv.ucx import UcxAgent
+
+BACKENDS = pytest.mark.parametrize("make", [UcxAgent, NixlAgent], ids=["ucx", "nixl"])
+BLOCKS = range(Pool.NUM_BLOCKS)
+
+
+@pytest.fixture
+def connect(closing):
+    """Return a function that connects an agent with a pool to a remote with another."""
+
+    def start(make, pool, make_remote_pool=DevicePool, name="local"):
+        agent = closing(make(name))
+        remote = closing(ProcessRemote(make, make_pool=make_remote_pool))
+        agent.register(pool.cache)
+        peer = agent.connect(remote.hello())
+        remote.connect(agent.hello(pool.cache))
+        return agent, remote, peer
+
+    return start
+
+
+def read_all(agent, pool, peer, **options):
+    plan = TransferPlan(pool.cache.geometry, peer.geometry)
+    return agent.read(peer, plan, BLOCKS, BLOCKS, **options)
+
+
+def check_both_ways(agent, pool, peer, remote):
+    """Move the whole pool both ways, and compare every byte."""
+    remote.fill(1)
+    pool.fill(2)
+    read_all(agent, pool, peer).wait(WAIT_S)
+    assert pool.bytes.tobytes() == remote.content()
+    pool.fill(3)
+    plan = TransferPlan(pool.cache.geometry, peer.geometry)
+    agent.write(peer, plan, BLOCKS, BLOCKS).wait(WAIT_S)
+    assert pool.bytes.tobytes() == remote.content()
+
+
+# ---- threads
+
+
+@BACKENDS
+def test_threads_of_the_caller_are_left_as_they_were(make, connect):
+    pool = DevicePool()
+    assert current_context() is None
+    agent, remote, peer = connect(make, pool)
+    check_both_ways(agent, pool, peer, remote)
+    assert current_context() is None
+    with current(1):
+        mine = current_context()
+        check_both_ways(agent, pool, peer, remote)
+        agent.register(DeviceArray([64]))
+        agent.close()
+        assert current_context() == mine
+
+
+@BACKENDS
+def test_what_an_agent_retains_it_releases_at_close(make, connect):
+    pool, other = DevicePool(), SecondDevicePool()
+    before = count("retained")
+    agent, remote, peer = connect(make, pool)
+    agent.register(other.cache)
+    check_both_ways(agent, pool, peer, remote)
+    assert count("retained") >= before + 2
+    assert agent.close(WAIT_S)
+    assert count("retained") == before
+
+
+def move(channel, make):
+    """Do what `check_both_ways` does."""
+    pool = DevicePool()
+    remote = ProcessRemote(make, make_pool=DevicePool)
+    with make("local") as agent:
+        agent.register(pool.cache)
+        peer = agent.connect(remote.hello())
+        check_both_ways(agent, pool, peer, remote)
+    remote.close()
+
+
+@BACKENDS
+def test_device_memory_moves_only_with_our_contexts(make, start_peer):
+    start_peer(move, make, env={"CUDA_STUB_DEAF_TO": "of no library"}).finish()
+    without = start_peer(move, make, env={"CUDA_STUB_DEAF_TO": "/_native."})
+    with pytest.raises(RunError):
+        without.finish()
+
+
+# ---- devices
+
+
+@BACKENDS
+def test_cards_of_one_agent_and_unlike_cards(make, connect):
+    first, second = DevicePool(), SecondDevicePool()
+    agent, remote, peer = connect(make, first)
+    agent.register(second.cache)
+    for pool in (first, second, first):
+        check_both_ways(agent, pool, peer, remote)
+
+
+@BACKENDS
+@pytest.mark.parametrize("make_pool", [VmmPool, PrivateVmmPool])
+def test_memory_of_the_vmm_functions_moves_and_is_named_if_it_is_slow(
+    make, make_pool, connect, caplog
+):
+    pool = make_pool()
+    agent, remote, peer = connect(make, pool, make_pool)
+    check_both_ways(agent, pool, peer, remote)
+    is_named = "expandable_segments" in caplog.text
+    assert is_named is not make_pool.shareable
+
+
+@BACKENDS
+def test_memory_from_before_and_after_the_start_of_the_library(make, connect, monkeypatch, closing):
+    # The remote's pool is made before its agent, in a new process; this one after its agent.
+    # Both number their cards differently.
+    agent = closing(make("local"))
+    pool = DevicePool()
+    agent.register(pool.cache)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    remote = closing(ProcessRemote(make, make_pool=DevicePool))
+    peer = agent.connect(remote.hello())
+    check_both_ways(agent, pool, peer, remote)
+
+
+@BACKENDS
+def test_a_wrong_device_and_memory_that_is_none_are_refused(make, closing):
+    agent = closing(make("a"))
+    array = DeviceArray([4096], np.uint8)
+    host = np.zeros(4096, np.uint8)
+    address = array.address
+    for span, text in [
+        (MemorySpan(address, 4096, MemoryType.VRAM, 1), "memory of GPU 0, not of 1"),
+        (MemorySpan(host.ctypes.data, 4096, MemoryType.VRAM, 0), "not memory of one GPU"),
+        (MemorySpan(address, 1 << 30, MemoryType.VRAM, 0), "not memory of one GPU"),
+    ]:
+        with pytest.raises(RegistrationError, match=text):
+            agent.register(span)
+    array.free()
+    with pytest.raises(RegistrationError, match="was it freed"):
+        agent.register(array)
+    assert agent.registrations == ()
+
+
+# ---- drivers
+
+
+def register_one(channel):
+    """Register memory that claims to be on a card, and return what was said."""
+    array = np.zeros(4096, np.uint8)
+    with UcxAgent("a", config={"TLS": "tcp"}) as agent:
+        try:
+            agent.register(MemorySpan(array.ctypes.data, 4096, MemoryType.VRAM, 0))
+        except RegistrationError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        ({"CUDA_STUB_INIT_ERROR": "999"}, "did not start, cuInit: error 999, unknown error"),
+        ({"CUDA_STUB_INIT_ERROR": "803", "CUDA_STUB_VERSION": "11040"}, "driver for CUDA 11.4"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "no CUDA-capable device"),
+    ],
+)
+def test_a_driver_that_does_not_start_is_named(environment, text, start_peer):
+    said = start_peer(register_one, env=environment).finish()
+    assert text in said
+    assert "nvidia-smi" in said
+
+
+def move_host_memory(channel):
+    """Move host memory between two agents, and return the CUDA libraries of this process."""
+    with UcxAgent("a") as a, UcxAgent("b") as b:
+        ours, theirs = Pool(), Pool()
+        a.register(ours.cache)
+        b.register(theirs.cache)
+        peer = a.connect(b.hello(theirs.cache))
+        theirs.fill(1)
+        read_all(a, ours, peer).wait(WAIT_S)
+        assert np.array_equal(ours.bytes, theirs.bytes)
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "libcuda" in line]
+
+
+def test_a_process_without_device_memory_opens_no_driver(start_peer):
+    # UCX's own modules would.
+    assert start_peer(move_host_memory, env={"UCX_MODULES": "^cuda"}).finish() == []
+
+
+# ---- late copies
+
+
+@BACKENDS
+def test_a_transfer_ends_when_its_copies_have(make, connect):
+    pool = DevicePool()
+    agent, remote, peer = connect(make, pool)
+    remote.fill(1)
+    pool.fill(2)
+    before = pool.bytes.copy()
+    driver().cudaStubHold(1)
+    try:
+        late = read_all(agent, pool, peer, notify=b"late", timeout=0.3)
+        with pytest.raises(TransferTimeout):
+            late.wait(WAIT_S)
+        assert not late.is_quiet
+        assert remote.notifications(0.0) == []
+        assert np.array_equal(pool.bytes, before)
+        with pytest.raises(RegistrationInUseError):
+            agent.registrations[0].close()
+        transfer = read_all(agent, pool, peer, notify=b"done")
+        assert not transfer.done()
+    finally:
+        driver().cudaStubHold(0)
+    transfer.wait(WAIT_S)
+    assert late.wait_quiet(WAIT_S)
+    assert remote.notifications(WAIT_S) == [("local", b"done")]
+    assert pool.bytes.tobytes() == remote.content()
+
+
+@BACKENDS
+def test_reading_device_memory_of_a_stopped_process_needs_nothing_of_it(make, connect):
+    pool = DevicePool()
+    agent, remote, peer = connect(make, pool)
+    check_both_ways(agent, pool, peer, remote)
+    content = remote.content()
+    pool.fill(9)
+    opened = count("ipc open")
+    assert opened > 0
+    remote.pause()
+    read_all(agent, pool, peer).wait(WAIT_S)
+    remote.resume()
+    assert pool.bytes.tobytes() == content
