@@ -217,8 +217,8 @@ class Inbox {
                 const std::size_t of_peer = found != kept_by_peer_.end() ? found->second : 0;
                 if (of_peer + size > kMaxOfPeer || kept_ + size > kMaxKept) {
                     error_ = Error("StateError",
-                                   text("notifications of peer '", note.peer, "' were dropped: ",
-                                        of_peer, " bytes of its and ", kept_,
+                                   text("notifications of peer '", note.peer,
+                                        "' were dropped: ", of_peer, " bytes of its and ", kept_,
                                         " of all wait to be taken; call notifications() oftener"));
                     kept_by_peer_[note.peer] = kMaxOfPeer;  // nor may a later one fit in
                     continue;

@@ -130,8 +130,9 @@ class OneSidedXfer final : public UcxXfer {
                 }
                 has_copied = true;
             } else if (!part.region->key) {
-                throw Error("StateError", text("the peer's shared memory of another user, ",
-                                               part.region->row.str(), ", only moves to host memory"));
+                throw Error("StateError",
+                            text("the peer's shared memory of another user, ",
+                                 part.region->row.str(), ", only moves to host memory"));
             } else {
                 endpoint_->move(completion_, op_, part.local, part.length, part.memory, part.remote,
                                 *part.region->key);

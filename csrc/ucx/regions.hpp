@@ -57,7 +57,7 @@ struct LocalRegion {
 struct RemoteRegion {
     Descriptor row;
     std::shared_ptr<RemoteKey> key;  ///< null: its owner has to serve it
-    char* direct;  ///< where it is mapped in this process; null if it is not
+    char* direct;                    ///< where it is mapped in this process; null if it is not
 };
 
 using LocalRegions = RegionMap<LocalRegion>;
