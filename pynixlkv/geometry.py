@@ -149,8 +149,8 @@ class Group(msgspec.Struct, frozen=True):
         pairs.append(("has_tokens", self.block_size > 0, other.block_size > 0))
         if "H" in self.opaque_axes and "H" in other.opaque_axes:
             field = f"heads per rank, indivisible in pages of {self.dtype},"
-            held = [f"{len(group.heads)} of {group.kv_heads}" for group in (self, other)]
-            pairs.append((field, *held))
+            here, there = (f"{len(group.heads)} of {group.kv_heads}" for group in (self, other))
+            pairs.append((field, here, there))
         return [(f"{self.name}.{field}", a, b) for field, a, b in pairs if a != b]
 
     def __post_init__(self) -> None:
