@@ -395,7 +395,7 @@ def test_memory_spans() -> None:
         memory_spans(np.zeros((0, 3)))
     with pytest.raises(LayoutError, match="is not contiguous"):
         memory_spans(whole[:, ::2])
-    with pytest.raises(LayoutError, match="expected a torch tensor or an array"):
+    with pytest.raises(LayoutError, match="expected a torch tensor or a numpy array"):
         memory_spans(b"bytes")
 
 
