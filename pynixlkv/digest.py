@@ -17,7 +17,7 @@ import numpy as np
 
 from pynixlkv import wire
 from pynixlkv._arrays import MAX_POSITION, block_ids, first_outside, integers, position
-from pynixlkv.errors import KVCorruptError, NativeError, PlanError
+from pynixlkv.errors import ConfigError, KVCorruptError, NativeError, PlanError
 from pynixlkv.types import DigestMismatch, MemorySpan, MemoryType
 
 if TYPE_CHECKING:
@@ -347,6 +347,17 @@ def _entries(group: Group, scope: DigestScope, num_entries: int, start: int) -> 
     return np.flatnonzero(reached & (next_unit * scope.unit < first + group.block_tokens))
 
 
+def as_torch(owner: Any) -> Any:  # noqa: ANN401
+    """Return device memory as a torch tensor, which can copy it."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        raise ConfigError(
+            f"digests of a {type(owner).__name__} in device memory need torch: import it, or set "
+            "checksums='off' and self_test=False"
+        )
+    return owner if isinstance(owner, torch.Tensor) else torch.as_tensor(owner, device="cuda")
+
+
 _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
@@ -361,7 +372,7 @@ def _copy_to_host(
 
     torch = sys.modules["torch"]
     size = group.element_bytes
-    owner: Any = cache.owner_of(region, size)
+    owner = as_torch(cache.owner_of(region, size))
     # Not every device can gather every element type, but integers.
     words = owner.view(getattr(torch, _WORDS[size])) if size in _WORDS else owner
     names = ("block", "layer", "kv", "head", "token", "dim")

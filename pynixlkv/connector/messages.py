@@ -19,6 +19,8 @@ from pynixlkv.digest import DigestScope
 from pynixlkv.errors import WireError
 from pynixlkv.types import Rank
 
+_Id = Annotated[str, msgspec.Meta(max_length=512)]
+
 MAX_ENTRIES = 1024
 """Most requests in one message; with the longest ids it still fits a notification."""
 
@@ -41,7 +43,7 @@ class LeaseStatus(enum.IntEnum):
 class ConsumerRank(msgspec.Struct, frozen=True):
     """A worker of a consumer. Its engine's sizes say how many ranks the producer waits for."""
 
-    engine_id: str
+    engine_id: _Id
     rank: Rank
     parallel: ParallelSizes
 
@@ -56,7 +58,7 @@ class ConsumerHello(msgspec.Struct, frozen=True, tag="consumer_hello"):
 class Reader(msgspec.Struct, frozen=True, array_like=True):
     """A request of a consumer that reads a lease. Its first message attaches it to the lease."""
 
-    request_id: str
+    request_id: _Id
     """The producer's."""
     lease: Lease | None
     """None if the consumer did not wait for the prefill."""
@@ -96,7 +98,7 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
 
     consumer: ConsumerRank
     push_id: Number
-    request_id: str
+    request_id: _Id
     lease: Lease | None
     blocks: BlockLists
     starts: tuple[int, ...]

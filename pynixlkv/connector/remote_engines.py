@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
 
-    from pynixlkv.agent import Peer
+    from pynixlkv.agent import Peer, Transfer
     from pynixlkv.connector.context import WorkerContext
     from pynixlkv.connector.metadata import KVTransferParams, ParallelSizes
-    from pynixlkv.geometry import Geometry
+    from pynixlkv.geometry import Geometry, KVCache
     from pynixlkv.types import Rank
 
 
@@ -138,6 +138,8 @@ class RemoteEngines:
         self._by_agent: defaultdict[str, list[RemoteRank]] = defaultdict(list)
         self._dropped: list[RemoteEngine] = []  # for `settle` to report
         self._testing = threading.Lock()  # guards the scratch blocks
+        self._tests: list[Transfer] = []  # reads into them that may not be quiet
+        self._num_tests = 0
         self._dead: list[RemoteEngine] = []  # still connecting, or with peers in use
 
     def __len__(self) -> int:
@@ -220,11 +222,28 @@ class RemoteEngines:
             for each in slices
         )
         if scratch and ctx.scratch is not None:
-            timeout = ctx.config.handshake_timeout
-            with self._testing:
-                self_test.run(ctx.agent, ctx.scratch, peer, scratch[0], slices, timeout)
+            self._test(peer, ctx.scratch, scratch[0], slices)
         words = TransferPlan(ctx.lease_buffer.geometry, lease_table)
         return RemoteRank(rank, peer, plans, words, cache)
+
+    def _test(
+        self, peer: Peer, ours: KVCache, theirs: Geometry, slices: list[tp_mapping.TransferSlice]
+    ) -> None:
+        """Make the self-test with a peer, unless the scratch blocks are in use for long."""
+        timeout = self._ctx.config.handshake_timeout
+        if not self._testing.acquire(timeout=timeout):
+            return
+        try:
+            self._tests = [transfer for transfer in self._tests if not transfer.is_quiet]
+            if not self._tests:
+                self._num_tests += 1
+                agent, turn = self._ctx.agent, self._num_tests
+                self_test.run(agent, ours, peer, theirs, slices, timeout, turn, self._tests)
+        finally:
+            for transfer in self._tests:
+                if not transfer.state.is_end:
+                    transfer.cancel()
+            self._testing.release()
 
     def settle(self, now: float) -> list[RemoteEngine]:
         """Finish handshakes and forget idle engines; return those that have just died."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec.structs import replace
 
+from pynixlkv.digest import as_torch
 from pynixlkv.errors import IncompatibleLayoutError, KVCorruptError
 from pynixlkv.geometry import Axis, KVCache, _read_array
 from pynixlkv.plan import TransferPlan
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pynixlkv.agent import Agent, Peer
+    from pynixlkv.agent import Agent, Peer, Transfer
     from pynixlkv.connector.tp_mapping import TransferSlice
     from pynixlkv.geometry import Geometry, Group, Region
 
@@ -60,8 +61,8 @@ def make_scratch(cache: KVCache) -> KVCache | None:
             _fill(memory, group, region)
         if cache.geometry.spans[group.regions[0].span].memory is MemoryType.VRAM:
             owner: Any = cache.owner_of(group.regions[0], group.element_bytes)
-            torch = sys.modules["torch"]
-            memory = torch.from_numpy(memory).to(owner.device).view(owner.dtype)
+            owner = as_torch(owner)
+            memory = sys.modules["torch"].from_numpy(memory).to(owner.device).view(owner.dtype)
         array = _read_array(group.name, memory)
         placed = [replace(each, address=array.address + each.address) for each in regions]
         groups.append(replace(group, num_blocks=NUM_BLOCKS, regions=tuple(placed)))
@@ -106,8 +107,12 @@ def run(
     theirs: Geometry,
     slices: Sequence[TransferSlice],
     timeout: float,
+    turn: int,
+    reads: list[Transfer],
 ) -> None:
-    """Read a producer's pattern and compare it; blocks.
+    """Read a producer's pattern and compare it; blocks. Adds its transfers to `reads`.
+
+    With another `turn` than the last one, each pattern arrives where another one was.
 
     Raises
     ------
@@ -136,11 +141,13 @@ def run(
         )
         num_tokens = {n: min(ours[n].block_tokens, other[n].block_tokens) for n in names}
         pattern = [{name: [i] for name in names} for i in range(NUM_BLOCKS)]
-        here = pattern[len(AXES) :]
-        for transfer in [
+        here = [pattern[len(AXES) + (i + turn) % len(AXES)] for i in range(len(AXES))]
+        begun = [
             agent.read(peer, plan, *tables, timeout=timeout, num_tokens=num_tokens)
             for tables in zip(here, pattern, strict=False)
-        ]:
+        ]
+        reads += begun
+        for transfer in begun:
             transfer.wait(timeout)
         for axis, arrived, block in zip(AXES, here, pattern, strict=False):
             scopes = plan.digest_scopes(arrived, block, num_tokens=num_tokens)

@@ -387,7 +387,7 @@ class Sender:
         known = self._attach(held, reader, now)
         if known is None:
             return
-        if consumer.rank in known.released_by:
+        if known.is_done or consumer.rank in known.released_by:
             self._ctx.stats.count("duplicate_notifications")
             return
         known.released_by.add(consumer.rank)
@@ -413,9 +413,12 @@ class Sender:
         early = self._early_releases.get(request_id, [])
         if (consumer, reader) in early:
             self._ctx.stats.count("duplicate_notifications")
-        elif len(early) < MAX_READERS:
+        elif len(early) < MAX_READERS and self._num_early() < _MAX_READERS_IN_ALL:
             self._ctx.stats.count("early_notifications")
             self._early_releases.put(request_id, [*early, (consumer, reader)])
+
+    def _num_early(self) -> int:
+        return sum(map(len, self._early_releases.values()))
 
     def _ranks_of(self, parallel: ParallelSizes) -> int:
         """Return how many ranks of a reader of these sizes release a lease of this rank."""
@@ -672,8 +675,10 @@ class Sender:
             for position, layers in by_position.items():
                 moved = [g for g in part.groups if set(self._groups[g].layers) & set(layers)]
                 end = num_tokens
-                if end < message.num_tokens:
-                    # More tokens follow: a block that is not full waits for them.
+                is_opaque = any("N" in self._groups[name].opaque_axes for name in moved)
+                if end < message.num_tokens or (layer is not None and is_opaque):
+                    # More tokens follow, in a page that moves whole also those of the answer: a
+                    # block that is not full waits for them.
                     end -= end % math.lcm(*(self._groups[name].block_tokens for name in moved))
                 moved = [name for name in moved if their_starts[name] < end]
                 if position >= end or not moved:

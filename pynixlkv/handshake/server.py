@@ -33,6 +33,7 @@ _MAX_WAITING_CONNECTIONS = 1024
 _MAX_CLIENTS = 1024
 _MAX_STRANGERS = 128
 _GREETING_MS = 5000
+_PAUSE_MS = 100
 _CLIENT_EVENTS = (
     zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 )
@@ -73,8 +74,8 @@ class Handshake(Closeable):
     Notes
     -----
     Listens when the constructor returns. All methods are thread-safe. A forked child cannot use it,
-    and does not keep the port. A client has 5 s for ZeroMQ's greeting, with which it proves that it
-    has the secret. With more than 128 clients in that state, or 1,024 in all, everybody is cut off.
+    and does not keep the port. A client has 5 s for ZeroMQ's greeting. With more than 128 clients
+    that have asked nothing yet, or 1,024 in all, everybody is cut off, and `fetch` asks again.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class _Port:
         if kind == zmq.EVENT_CLOSED:  # the last event of what `unbind` ends
             self._clients.clear()
             self._strangers.clear()
-            self._accept()
+            self.accept_again()
         elif kind == zmq.EVENT_ACCEPTED:
             self._clients.add(descriptor)
             self._strangers.add(descriptor)
@@ -199,8 +200,21 @@ class _Port:
                 self._drop_all()
         else:
             self._strangers.discard(descriptor)
-            if kind == zmq.EVENT_DISCONNECTED:
-                self._clients.discard(descriptor)
+            self._clients.discard(descriptor)
+
+    def proved(self, descriptor: int) -> None:
+        """Note that a client has asked something: it has the secret, if there is one."""
+        self._strangers.discard(descriptor)
+
+    def accept_again(self) -> bool:
+        """Accept clients if there are none; return whether that is possible now."""
+        if self._accepting < 0 and not self._clients:
+            try:
+                self._accept()
+            except (OSError, zmq.ZMQError) as error:
+                self._accepting = -1
+                _log.warning("handshake: no client can be accepted for now: %s", error)
+        return self._accepting >= 0
 
     def _drop_all(self) -> None:
         if self._accepting >= 0:
@@ -288,7 +302,7 @@ class _Listener:
             poller.register(each, zmq.POLLIN)
         try:
             while True:
-                ready = dict(poller.poll())
+                ready = dict(poller.poll(None if self._port.accept_again() else _PAUSE_MS))
                 if self._waker in ready:
                     return
                 if self._port.monitor in ready:
@@ -323,6 +337,8 @@ class _Listener:
         if len(frames) > _MAX_FRAMES:
             _log.warning("handshake: ignored a message of %d frames", len(frames))
             return
+        with contextlib.suppress(zmq.ZMQError):  # libzmq does not always know it
+            self._port.proved(int(frames[-1].get(zmq.SRCFD)))
         peer = _peer_address(frames[-1])
         try:
             reply = self._answer(frames[-1].bytes, peer)

@@ -32,7 +32,7 @@ from pynixlkv.connector.worker import ConnectorWorker, Finished
 from pynixlkv.errors import ContentMismatch, LibraryVersionError, PynixlkvError
 from pynixlkv.handshake import Handshake
 from pynixlkv.vllm.caches import ParallelPlace, group_specs, kv_cache, layer_number
-from pynixlkv.vllm.content import content_digest
+from pynixlkv.vllm.content import content_digest, numbers_features
 from pynixlkv.vllm.facts import compatibility, fp8_format
 from pynixlkv.vllm.host import BlockCopy, work_so_far
 from pynixlkv.vllm.options import Options
@@ -119,14 +119,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._layer_numbers: dict[str, int] = {}
         self._device: torch.device | None = None  # of the cache, once it is known
         self._is_step_begun = False
-        # Without both of its caches vLLM numbers images instead of identifying them.
-        features = vllm_config.model_config.multimodal_config
-        self._content = partial(
-            content_digest,
-            hash_features=features is not None
-            and features.mm_processor_cache_gb == 0
-            and not vllm_config.cache_config.enable_prefix_caching,
-        )
+        self._content = partial(content_digest, hash_features=numbers_features(vllm_config))
         groups = group_specs(kv_cache_config, self._dcp)  # refuses what is not supported
         if role is KVConnectorRole.SCHEDULER:
             host_blocks = self._num_host_blocks()

@@ -15,8 +15,19 @@ from vllm.multimodal.hasher import MultiModalHasher
 from vllm.v1.utils import tensor_data
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
+
+
+def numbers_features(config: VllmConfig) -> bool:
+    """Return whether vLLM numbers images instead of identifying them: without both its caches."""
+    features = config.model_config.multimodal_config
+    return (
+        features is not None
+        and features.mm_processor_cache_gb == 0
+        and not config.cache_config.enable_prefix_caching
+    )
 
 
 def content_digest(request: Request, num_tokens: int, *, hash_features: bool = False) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import vllm
 
 from pynixlkv import __version__
+from pynixlkv.vllm.content import numbers_features
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,6 +45,7 @@ def compatibility(config: VllmConfig) -> dict[str, str]:
         "layers": model.get_total_num_hidden_layers(),
         "mla": model.use_mla,
         "unquantized_layers": ",".join(sorted(cache.kv_cache_dtype_skip_layers)),
+        "numbered_features": numbers_features(config),
         "speculative_method": None,
         "hybrid_kv_cache_manager": not config.scheduler_config.disable_hybrid_kv_cache_manager,
         "transfer_mode": config.kv_transfer_config.get_from_extra_config("transfer_mode", "pull"),

@@ -9,7 +9,8 @@ from toy_pair import early_params
 from toy_world import World
 
 from pynixlkv import KVCache
-from pynixlkv.connector.metadata import Lease
+from pynixlkv.connector import messages
+from pynixlkv.connector.metadata import Lease, ParallelSizes
 from pynixlkv.connector.scheduler import GroupSpec, cut_table
 from pynixlkv.errors import (
     ConfigError,
@@ -138,3 +139,38 @@ def test_tokens_that_the_producer_does_not_hold_are_refused(world):
 def test_placeholders_in_tables_of_state_are_skipped(table, slots):
     assert cut_table(GroupSpec(0, null_block=0), table, 0, 100) == (slots, 0)
     assert cut_table(GroupSpec(0), table, 0, 100) == (table, 0)
+
+
+def test_a_page_that_moves_whole_waits_for_what_the_producer_adds_to_it():
+    """The producer goes on behind the prompt, in the page of its last tokens."""
+    model = Model(packing="nvfp4")
+    with World("push", checksums="all") as world:
+        prefill, decode = world.engine("P", model), world.engine("D", model)
+        prefill.begin("p1", 7, 13)
+        decode.arrive("d1", 7, 13, early_params(prefill, "p1"))
+        decode.schedule("d1")
+        world.until(lambda: prefill.stats.pushes)
+        prefill.compute("p1", 13)
+        world.quiet()
+        for rank in prefill.ranks:
+            rank.write(7, prefill.requests["p1"].blocks, range(13, 14))
+        prefill.hand_over("p1")
+        world.until(lambda: "d1" in world.outcomes["D"].received)
+        assert decode.holds("d1")
+
+
+def test_a_reader_is_counted_once_whatever_it_says_of_its_ranks():
+    with World() as world:
+        prefill = world.engine("P")
+        lease = Lease.parse(prefill.prefill("p1", 7, 13, num_readers=2)["lease"])
+        world.quiet()
+        first, second = (messages.Reader("p1", lease, number, 2) for number in (1, 2))
+        world.deliver("P", "x", messages.Heartbeat([first, second]))
+        for rank, parallel in (((0, 0), ParallelSizes()), ((0, 1), ParallelSizes(tp=2))):
+            reader = messages.ConsumerRank("X", rank, parallel)
+            world.deliver("P", "x", messages.Release(reader, [first]))
+        world.quiet()
+        assert not world.outcomes["P"].sent
+        reader = messages.ConsumerRank("Y", (0, 0), ParallelSizes())
+        world.deliver("P", "y", messages.Release(reader, [second]))
+        world.until(lambda: world.outcomes["P"].sent == {"p1"})

@@ -272,6 +272,32 @@ def test_strangers_do_not_keep_clients_out(monkeypatch, caplog):
         assert "dropped 9 clients" in caplog.text
 
 
+def test_clients_that_have_asked_are_no_strangers(monkeypatch, caplog):
+    monkeypatch.setattr(handshake_server, "_MAX_STRANGERS", 2)
+    with serve() as listener, ExitStack() as stack:
+        for _ in range(8):
+            client = stack.enter_context(raw_client(listener))
+            exchange(client, envelope())
+        assert not caplog.text
+
+
+def test_a_listener_that_cannot_accept_tries_again(monkeypatch):
+    accept = handshake_server._Port._accept
+    with serve() as listener:
+        tried = []
+
+        def fail_once(port):
+            tried.append(port)
+            if len(tried) == 1:
+                raise OSError("too many open files")
+            accept(port)
+
+        monkeypatch.setattr(handshake_server._Port, "_accept", fail_once)
+        listener._listener._port._drop_all()
+        assert ask(listener).hellos == HELLOS
+        assert len(tried) == 2
+
+
 def test_a_client_that_is_cut_off_asks_again(monkeypatch):
     serve_once = handshake_server._Listener._serve
     cut_off = []

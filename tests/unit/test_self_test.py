@@ -51,7 +51,7 @@ def compare(producer: KVCache, consumer: KVCache) -> None:
         ours.register(consumer)
         peer = ours.connect(theirs.hello(producer))
         slices = [TransferSlice(("kv",), tuple(range(HEADS)), tuple(range(LAYERS)))]
-        self_test.run(ours, consumer, peer, peer.geometries[0], slices, 60.0)
+        self_test.run(ours, consumer, peer, peer.geometries[0], slices, 60.0, 0, [])
 
 
 def scratch_of(cache: KVCache) -> KVCache:
