@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -20,9 +21,10 @@ import numpy as np
 from pynixlkv.connector import messages
 from pynixlkv.digest import Digest, GroupDigest
 from pynixlkv.errors import KVCorruptError, PlanError
+from pynixlkv.types import MemoryType
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from concurrent.futures import Future
 
     from numpy.typing import ArrayLike
@@ -33,6 +35,19 @@ if TYPE_CHECKING:
     from pynixlkv.digest import DigestScope
 
 
+def num_bytes(ctx: WorkerContext, scopes: Iterable[DigestScope]) -> int:
+    """Return about how many bytes the digests of scopes are of; many in device memory."""
+    groups = {group.name: group for group in ctx.cache.groups}
+    total = 0
+    for scope in scopes:
+        group = groups.get(scope.group)
+        if group is not None:
+            tokens = min(scope.unit, scope.tokens[1] - scope.tokens[0])
+            total += math.prod(scope.shape) * tokens * group.head_dim * group.element_bytes
+    is_host = all(span.memory is MemoryType.DRAM for span in ctx.cache.spans)
+    return total if is_host else sys.maxsize
+
+
 def answer(ctx: WorkerContext, meta: ReqMeta, scopes: Sequence[DigestScope]) -> list[bytes]:
     """Return the digests that a consumer wants of a request, by scope; takes long.
 
@@ -41,6 +56,8 @@ def answer(ctx: WorkerContext, meta: ReqMeta, scopes: Sequence[DigestScope]) -> 
     count = sum(math.prod(scope.shape) for scope in scopes)
     if count > messages.MAX_DIGESTS:
         raise PlanError(f"{count} digests are wanted; at most {messages.MAX_DIGESTS} fit an answer")
+    if len({(scope.group, scope.heads) for scope in scopes}) < len(scopes):
+        raise PlanError("digests of the same heads of a group are wanted twice")
     tables, starts = ctx.tables_by_group(
         ctx.cache, meta.host_blocks or meta.blocks, meta.starts, meta.block_sizes
     )
@@ -127,7 +144,8 @@ class Verification:
             lambda: {
                 source: _compute(self._ctx, scopes, self._tables, self._starts)
                 for source, scopes in self.scopes.items()
-            }
+            },
+            sum(num_bytes(self._ctx, scopes) for scopes in self.scopes.values()),
         )
 
     def cancel(self) -> None:

@@ -49,8 +49,9 @@ class WorkerContext:
     peers: Peers
     scratch: KVCache | None
     """For the self-test; None if it is off."""
-    compute: Callable[[Callable[[], Any]], Future[Any]]
-    """Runs a function that takes long on another thread; its end wakes the agent."""
+    compute: Callable[[Callable[[], Any], int], Future[Any]]
+    """Runs a function that digests a number of bytes, on another thread if they are many; its end
+    wakes the agent."""
 
     @property
     def cache(self) -> Geometry:

@@ -493,6 +493,7 @@ class Sender:
         """Start to compute digests of a request, if it is held for this reader."""
         key, reader = (agent, message.digest_id), message.reader
         if key in self._digesting:
+            self._attach(self._digesting[key][0], reader, now)  # it still waits
             self._ctx.stats.count("duplicate_notifications")
             return
         if agent not in self._consumers or len(self._digesting) >= _MAX_REMEMBERED:
@@ -512,7 +513,10 @@ class Sender:
         held.digesting += 1
         self._digesting[key] = (
             held,
-            self._ctx.compute(partial(checksums.answer, self._ctx, held.meta, message.scopes)),
+            self._ctx.compute(
+                partial(checksums.answer, self._ctx, held.meta, message.scopes),
+                checksums.num_bytes(self._ctx, message.scopes),
+            ),
         )
 
     def _answer_digests(self) -> None:

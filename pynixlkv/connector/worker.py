@@ -49,6 +49,8 @@ _LEASE_BUFFER_WORDS = 1024
 _LONGEST_PAUSE_S = 1.0
 _NUM_HANDSHAKES = 64
 """Handshakes that run at once."""
+_SHORT_BYTES = 256 << 10
+"""Digests of so many bytes of host memory are computed on the connector's thread."""
 _NUM_DIGESTS = 2
 """Requests whose digests are computed at once."""
 
@@ -220,7 +222,7 @@ class ConnectorWorker:
             stats=self.stats,
             peers=Peers(self._agent),
             scratch=scratch,
-            compute=partial(self._submit, digests),
+            compute=partial(self._compute, digests),
         )
         self._engines = RemoteEngines(ctx, self._fetch, connect)
         self._receiver = Receiver(ctx, words, self._engines)
@@ -300,6 +302,18 @@ class ConnectorWorker:
     def _submit(self, executor: ThreadPoolExecutor, function: Callable[[], _T]) -> Future[_T]:
         future = executor.submit(function)
         future.add_done_callback(self._on_submitted)
+        return future
+
+    def _compute(
+        self, executor: ThreadPoolExecutor, function: Callable[[], _T], num_bytes: int
+    ) -> Future[_T]:
+        if num_bytes > _SHORT_BYTES:
+            return self._submit(executor, function)
+        future: Future[_T] = Future()  # the way to another thread and back takes longer
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
         return future
 
     def _on_submitted(self, _: Future[_T]) -> None:

@@ -11,6 +11,7 @@ from toy_engine import Model
 from toy_world import World
 
 from pynixlkv.connector import checksums, messages
+from pynixlkv.connector import worker as worker_module
 from pynixlkv.connector.metadata import EndState, Lease
 from pynixlkv.connector.stats import StatsSnapshot
 from pynixlkv.errors import KVCorruptError, LeaseExpired, PlanError, TransferTimeout
@@ -28,6 +29,12 @@ PAIRS = [
 ]
 NUM_TOKENS = 27
 EXPIRED = [EndState.EXPIRED]
+
+
+@pytest.fixture(autouse=True)
+def all_on_other_threads(monkeypatch):
+    """Compute short digests where long ones are, as other tests do not."""
+    monkeypatch.setattr(worker_module, "_SHORT_BYTES", -1)
 
 
 def make(world, pair):
