@@ -204,11 +204,13 @@ void DeviceContexts::retain_active() noexcept {
 }
 
 DeviceContexts::Scope DeviceContexts::enter(int device) const noexcept {
-    if (device < 0) {
+    void* context = device >= 0 && device < kMaxDevices
+                        ? contexts_[static_cast<std::size_t>(device)].load()
+                        : nullptr;
+    if (context == nullptr) {
         return {};
     }
     const CudaDriver* driver = CudaDriver::get();
-    void* context = contexts_[static_cast<std::size_t>(device)];
     return driver->push(context) == 0 ? Scope(driver) : Scope();
 }
 

@@ -52,7 +52,7 @@ class DeviceContexts {
     /// Retain the context of a device that this process uses already; none if there is none.
     void retain_active() noexcept;
 
-    /// Enter the context of a device that was retained; -1 for none.
+    /// Enter the context of a device if it was retained.
     [[nodiscard]] Scope enter(int device) const noexcept;
     /// Enter any retained context, unless this thread has a context.
     [[nodiscard]] Scope enter() const noexcept;

@@ -212,7 +212,10 @@ std::unique_ptr<transfer::Registered> UcxDriver::register_memory(
     std::span<const transfer::Span> spans) {
     auto registered = std::make_unique<UcxRegistered>(regions_);
     for (const transfer::Span& span : spans) {
-        auto memory = context_->find_allocated(span.row.address, span.row.length);
+        std::shared_ptr<MemoryHandle> memory;
+        if (span.memory == Memory::kDram) {
+            memory = context_->find_allocated(span.row.address, span.row.length);
+        }
         if (!memory) {
             memory = MemoryHandle::map(context_, span.row, memory_type(span.memory), true);
         }
