@@ -80,7 +80,20 @@ class OneSidedXfer final : public UcxXfer {
           // UCX 1.23 also names pointers to device memory of a peer.
           may_copy_(rows.local_memory == Memory::kDram && rows.remote_memory == Memory::kDram),
           device_(rows.local_memory == Memory::kVram ? static_cast<int>(rows.local.front().device)
-                                                     : -1) {}
+                                                     : -1) {
+        const auto is_stuck = [this](const Part& part) {
+            return !part.region->key && !is_copied(part);
+        };
+        if (!regions_->has_served) {
+            return;
+        }
+        if (const auto stuck = std::find_if(parts_.begin(), parts_.end(), is_stuck);
+            stuck != parts_.end()) {
+            throw Error("StateError",
+                        text("the peer's shared memory of another user, ", stuck->region->row.str(),
+                             ", only moves to host memory"));
+        }
+    }
 
     void post() override {
         issue();
@@ -88,9 +101,7 @@ class OneSidedXfer final : public UcxXfer {
     }
 
     bool poll() override {
-        if (!has_failed()) {
-            issue();
-        }
+        issue();
         if (!is_over() || next_ < parts_.size()) {
             return false;
         }
@@ -105,20 +116,34 @@ class OneSidedXfer final : public UcxXfer {
     }
 
   private:
+    [[nodiscard]] bool is_copied(const Part& part) const {
+        return may_copy_ && part.region->direct != nullptr;
+    }
+
+    /// A failure shows only when nothing moves any more.
     /// @throws NativeError if the posted requests have ended and one has failed
+    /// @throws Error StateError if they have ended and a copy has failed
     bool is_over() const {
-        if (completion_.is_quiet() && has_failed()) {
+        if (!completion_.is_quiet()) {
+            return false;
+        }
+        if (has_failed()) {
             fail(call_of(op_));
         }
-        return completion_.is_quiet();
+        if (is_unmapped_) {
+            throw Error("StateError", "the local memory is no longer mapped");
+        }
+        return true;
     }
 
     void issue() {
         const auto inside = endpoint_->worker()->context()->devices().enter(device_);
         bool has_copied = false;
-        for (; next_ < parts_.size() && completion_.pending() < kWindow && !has_failed(); ++next_) {
+        for (; next_ < parts_.size() && completion_.pending() < kWindow && !has_failed() &&
+               !is_unmapped_;
+             ++next_) {
             const Part& part = parts_[next_];
-            if (may_copy_ && part.region->direct != nullptr) {
+            if (is_copied(part)) {
                 __builtin_prefetch(&part + 1);  // the copy evicts it from the caches
                 // NOLINTNEXTLINE(performance-no-int-to-ptr)
                 auto* local = reinterpret_cast<char*>(part.local);
@@ -126,13 +151,10 @@ class OneSidedXfer final : public UcxXfer {
                 const bool is_read = op_ == Op::kRead;
                 if (!copy(is_read ? local : remote, is_read ? remote : local, part.length,
                           part.is_fragile)) {
-                    throw Error("StateError", "the local memory is no longer mapped");
+                    is_unmapped_ = true;
+                    break;
                 }
                 has_copied = true;
-            } else if (!part.region->key) {
-                throw Error("StateError",
-                            text("the peer's shared memory of another user, ",
-                                 part.region->row.str(), ", only moves to host memory"));
             } else {
                 endpoint_->move(completion_, op_, part.local, part.length, part.memory, part.remote,
                                 *part.region->key);
@@ -149,6 +171,7 @@ class OneSidedXfer final : public UcxXfer {
     const bool may_copy_;
     const int device_;  ///< of the first local row; -1 in host memory
     bool is_flushed_ = false;
+    bool is_unmapped_ = false;  ///< the local memory of part next_
 };
 
 }  // namespace
