@@ -19,6 +19,8 @@ using transfer::Op;
 
 /// Most requests in flight of one transfer: each costs UCX memory, and more are not faster.
 constexpr std::size_t kWindow = 1024;
+/// Longest name of a sender of notifications, in bytes.
+constexpr std::size_t kMaxName = 512;
 /// Most calls of progress in a row, so that posting is not delayed.
 constexpr int kMaxProgress = 64;
 /// Longest wait for a ping to leave this process.
@@ -183,6 +185,10 @@ UcxDriver::UcxDriver(std::shared_ptr<Context> context, std::string name, capi::E
       regions_(std::make_shared<LocalRegions>()),
       worker_(std::make_shared<Worker>(context_)),
       server_(worker_, errors_, regions_) {
+    if (name_.size() > kMaxName) {
+        throw Error("ConfigError", text("the agent's name has ", name_.size(),
+                                        " bytes, more than UCX agents take: ", kMaxName));
+    }
     worker_->on_message(
         [this](std::string_view header, std::string_view data) { on_message(header, data); });
 }
@@ -202,6 +208,10 @@ void UcxDriver::on_message(std::string_view header, std::string_view data) {
         } else if (read->kind == AmRmaKind::kNote) {
             ByteReader in(data, "a notification");
             const std::string_view peer = in.get_bytes();
+            if (peer.size() > kMaxName) {
+                throw Error("WireError", text("its sender's name has ", peer.size(),
+                                              " bytes, more than ", kMaxName));
+            }
             inbox_.push_back({std::string(peer), std::string(in.rest())});
         } else {
             server_.on_message(*read, data);
