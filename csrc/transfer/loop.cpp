@@ -119,6 +119,7 @@ bool Loop::take_work() {
         command(*this);
     }
     work_.commands.clear();
+    excuse_pause();  // what commands took is in the time that new transfers were queued
     for (Active& a : work_.transfers) {
         const auto queued = Clock::now() - a.submitted;
         a.transfer->update([&](TransferStats& stats) { stats.queued_ns = ns(queued); });
