@@ -124,10 +124,15 @@ void DeviceContexts::release() noexcept {
     }
 }
 
-bool DeviceContexts::is_shareable(std::uint64_t address) {
+bool DeviceContexts::is_shareable(std::uint64_t address) noexcept {
     constexpr int kContext = 1;
     constexpr int kAllowedHandleTypes = 14;
-    const CudaDriver* driver = CudaDriver::get();
+    const CudaDriver* driver = nullptr;
+    try {
+        driver = CudaDriver::get();
+    } catch (const Error&) {
+        return true;  // nothing is known of the memory
+    }
     if (driver == nullptr) {
         return true;
     }

@@ -60,8 +60,9 @@ class DeviceContexts {
     /// Release what was retained. No scope of this object may be open.
     void release() noexcept;
 
-    /// Whether other processes can be given access to device memory; true for other memory.
-    [[nodiscard]] static bool is_shareable(std::uint64_t address);
+    /// Whether other processes can be given access to device memory; true for other memory,
+    /// and if the CUDA driver fails.
+    [[nodiscard]] static bool is_shareable(std::uint64_t address) noexcept;
 
   private:
     void* retain(const CudaDriver& driver, int device);
