@@ -302,7 +302,7 @@ std::unique_ptr<transfer::Connection> UcxDriver::connect(const std::string& name
 
 void UcxDriver::refresh(transfer::Connection& connection, std::string_view metadata) {
     auto& peer = static_cast<UcxConnection&>(connection);
-    peer.regions = unpack_regions(peer.endpoint, read_description(metadata));
+    peer.refresh(unpack_regions(peer.endpoint, read_description(metadata)));
 }
 
 bool UcxDriver::is_alive(transfer::Connection& connection) {
