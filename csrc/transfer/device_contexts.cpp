@@ -124,10 +124,15 @@ void DeviceContexts::release() noexcept {
     }
 }
 
-bool DeviceContexts::is_shareable(std::uint64_t address) {
+bool DeviceContexts::is_shareable(std::uint64_t address) noexcept {
     constexpr int kContext = 1;
     constexpr int kAllowedHandleTypes = 14;
-    const CudaDriver* driver = CudaDriver::get();
+    const CudaDriver* driver = nullptr;
+    try {
+        driver = CudaDriver::get();
+    } catch (const Error&) {
+        return true;  // nothing is known of the memory
+    }
     if (driver == nullptr) {
         return true;
     }
@@ -204,11 +209,13 @@ void DeviceContexts::retain_active() noexcept {
 }
 
 DeviceContexts::Scope DeviceContexts::enter(int device) const noexcept {
-    if (device < 0) {
+    void* context = device >= 0 && device < kMaxDevices
+                        ? contexts_[static_cast<std::size_t>(device)].load()
+                        : nullptr;
+    if (context == nullptr) {
         return {};
     }
     const CudaDriver* driver = CudaDriver::get();
-    void* context = contexts_[static_cast<std::size_t>(device)];
     return driver->push(context) == 0 ? Scope(driver) : Scope();
 }
 

@@ -52,7 +52,7 @@ class DeviceContexts {
     /// Retain the context of a device that this process uses already; none if there is none.
     void retain_active() noexcept;
 
-    /// Enter the context of a device that was retained; -1 for none.
+    /// Enter the context of a device if it was retained.
     [[nodiscard]] Scope enter(int device) const noexcept;
     /// Enter any retained context, unless this thread has a context.
     [[nodiscard]] Scope enter() const noexcept;
@@ -60,8 +60,9 @@ class DeviceContexts {
     /// Release what was retained. No scope of this object may be open.
     void release() noexcept;
 
-    /// Whether other processes can be given access to device memory; true for other memory.
-    [[nodiscard]] static bool is_shareable(std::uint64_t address);
+    /// Whether other processes can be given access to device memory; true for other memory,
+    /// and if the CUDA driver fails.
+    [[nodiscard]] static bool is_shareable(std::uint64_t address) noexcept;
 
   private:
     void* retain(const CudaDriver& driver, int device);

@@ -119,6 +119,7 @@ bool Loop::take_work() {
         command(*this);
     }
     work_.commands.clear();
+    excuse_pause();  // what commands took is in the time that new transfers were queued
     for (Active& a : work_.transfers) {
         const auto queued = Clock::now() - a.submitted;
         a.transfer->update([&](TransferStats& stats) { stats.queued_ns = ns(queued); });
@@ -495,7 +496,8 @@ void Loop::sleep(Clock::duration longest) {
     // A descriptor of -1 is never ready.
     std::array<pollfd, 4> fds{
         pollfd{shared_->queue.fd(), POLLIN, 0}, pollfd{shared_->wake_socket.fd(), POLLIN, 0},
-        pollfd{shared_->identity.fd(), POLLIN, 0}, pollfd{driver_->event_fd(), POLLIN, 0}};
+        pollfd{now_ < identity_rests_until_ ? -1 : shared_->identity.fd(), POLLIN, 0},
+        pollfd{driver_->event_fd(), POLLIN, 0}};
     const timespec timeout{0, static_cast<long>(std::min(ns(longest), std::int64_t{999'999'999}))};
     const bool is_ready = ::ppoll(fds.data(), fds.size(), &timeout, nullptr) > 0;
     shared_->queue.end_sleep(is_ready && fds[0].revents != 0);
@@ -506,8 +508,8 @@ void Loop::sleep(Clock::duration longest) {
     if (fds[1].revents != 0 && shared_->wake_socket.take()) {
         last_wake_ = last_activity_;
     }
-    if (fds[2].revents != 0) {
-        shared_->identity.clear();
+    if (fds[2].revents != 0 && !shared_->identity.clear()) {
+        identity_rests_until_ = last_activity_ + kLookEvery;
     }
 }
 

@@ -105,6 +105,7 @@ class Loop {
     TimePoint now_ = Clock::now();
     TimePoint last_activity_ = Clock::now();
     TimePoint last_wake_{};
+    TimePoint identity_rests_until_{};  ///< not polled while the process is out of descriptors
     /// Whether every known sender can wake this agent.
     bool all_wake_ = true;
 };

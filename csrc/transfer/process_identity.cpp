@@ -51,10 +51,11 @@ IdentitySocket::~IdentitySocket() {
     ::close(fd_);
 }
 
-void IdentitySocket::clear() const noexcept {
+bool IdentitySocket::clear() const noexcept {
     for (int fd = 0; (fd = ::accept(fd_, nullptr, nullptr)) >= 0;) {
         ::close(fd);
     }
+    return errno == EAGAIN || errno == EINTR || errno == ECONNABORTED;
 }
 
 std::optional<PeerProcess> PeerProcess::of(const std::string& incarnation) {

@@ -23,7 +23,8 @@ class IdentitySocket {
     /// Readable when peers have looked.
     [[nodiscard]] int fd() const noexcept { return fd_; }
     /// Make room for more peers to look.
-    void clear() const noexcept;
+    /// @return false if the process is out of descriptors: fd() stays readable
+    [[nodiscard]] bool clear() const noexcept;
 
   private:
     int fd_;

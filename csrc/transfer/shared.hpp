@@ -214,13 +214,24 @@ class Inbox {
             for (Notification& note : arrivals) {
                 const std::size_t size = note.peer.size() + note.message.size() + kNoteBytes;
                 const auto found = kept_by_peer_.find(note.peer);
-                const std::size_t of_peer = found != kept_by_peer_.end() ? found->second : 0;
-                if (of_peer + size > kMaxOfPeer || kept_ + size > kMaxKept) {
+                const bool is_known = found != kept_by_peer_.end();
+                const std::size_t of_peer = is_known ? found->second : 0;
+                if (of_peer + size > kMaxOfPeer || kept_ + size > kMaxKept ||
+                    (is_full_ && !is_known)) {
                     error_ = Error("StateError",
-                                   text("notifications of peer '", note.peer,
+                                   text("notifications of peer '", note.peer.substr(0, kNoteBytes),
                                         "' were dropped: ", of_peer, " bytes of its and ", kept_,
                                         " of all wait to be taken; call notifications() oftener"));
-                    kept_by_peer_[note.peer] = kMaxOfPeer;  // nor may a later one fit in
+                    // Nor may a later one fit in. The names of senders count as kept, too.
+                    const std::size_t mark = note.peer.size() + kNoteBytes;
+                    if (is_known) {
+                        found->second = kMaxOfPeer;
+                    } else if (kept_ + mark <= kMaxKept) {
+                        kept_ += mark;
+                        kept_by_peer_.emplace(note.peer, kMaxOfPeer);
+                    } else {
+                        is_full_ = true;
+                    }
                     continue;
                 }
                 kept_by_peer_[note.peer] += size;
@@ -263,6 +274,7 @@ class Inbox {
         }
         kept_by_peer_.clear();
         kept_ = 0;
+        is_full_ = false;
         return std::exchange(notifications_, {});
     }
     [[nodiscard]] std::uint64_t wait_activity(std::uint64_t seen, TimePoint until) {
@@ -318,6 +330,7 @@ class Inbox {
     std::vector<Notification> notifications_;
     std::unordered_map<std::string, std::size_t> kept_by_peer_;  // bytes
     std::size_t kept_ = 0;
+    bool is_full_ = false;  // whether a peer without an entry has lost a notification
     std::vector<std::uint64_t> completed_;
     std::optional<Error> error_;
     std::optional<std::string> closed_;  // why nothing more is to be waited for

@@ -62,14 +62,25 @@ UcxConnection::UcxConnection(std::shared_ptr<Endpoint> to,
       answers_(std::move(answers)),
       spare_(std::move(spare)),
       outbox_(endpoint) {
-    if (is_told()) {
-        answers_->expect_open(number);
+    introduce();
+}
+
+void UcxConnection::introduce() {
+    const bool is_needed = may_be_served() || endpoint->errors() == capi::kErrorPeer;
+    if (is_needed && !is_introduced_) {
         send({.kind = AmRmaKind::kOpen}, endpoint->worker()->address());
+        answers_->expect_open(number);
+        is_introduced_ = true;
     }
 }
 
+void UcxConnection::refresh(std::shared_ptr<const RemoteRegions> keys) {
+    regions = std::move(keys);
+    introduce();
+}
+
 UcxConnection::~UcxConnection() {
-    if (is_told() && !endpoint->failure()) {
+    if (is_introduced_ && !endpoint->failure()) {
         progress_until(kLeaveDeadline, [this] { return !answers_->is_unopened(number); });
         try {
             send({.kind = AmRmaKind::kClose}, {});

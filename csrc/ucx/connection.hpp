@@ -61,6 +61,10 @@ class UcxConnection final : public transfer::Connection {
         outbox_.send(make_header(header), std::move(data), name);
     }
 
+    /// Use the keys of newer metadata.
+    /// @throws NativeError when the connection fails
+    void refresh(std::shared_ptr<const RemoteRegions> keys);
+
     /// Make progress until a condition holds, the connection breaks, or time is up.
     template <class Condition>
     void progress_until(std::chrono::milliseconds longest, Condition condition) {
@@ -89,15 +93,15 @@ class UcxConnection final : public transfer::Connection {
     const bool is_one_sided;
 
   private:
-    /// Whether the peer has to know this connection: to answer, or to close its own end of it.
-    [[nodiscard]] bool is_told() const {
-        return may_be_served() || endpoint->errors() == capi::kErrorPeer;
-    }
+    /// Send kOpen, once, if the peer has to know this connection: to answer, or to close its own
+    /// end of it.
+    void introduce();
 
     const std::shared_ptr<AmRmaXfers> answers_;
     /// Unused; closing it would close the peer's own connection.
     const std::shared_ptr<Endpoint> spare_;
     Outbox outbox_;
+    bool is_introduced_ = false;
 };
 
 /// Rows that move between both sides, and the requests in flight for them.

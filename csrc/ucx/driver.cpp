@@ -19,6 +19,8 @@ using transfer::Op;
 
 /// Most requests in flight of one transfer: each costs UCX memory, and more are not faster.
 constexpr std::size_t kWindow = 1024;
+/// Longest name of a sender of notifications, in bytes.
+constexpr std::size_t kMaxName = 512;
 /// Most calls of progress in a row, so that posting is not delayed.
 constexpr int kMaxProgress = 64;
 /// Longest wait for a ping to leave this process.
@@ -80,7 +82,20 @@ class OneSidedXfer final : public UcxXfer {
           // UCX 1.23 also names pointers to device memory of a peer.
           may_copy_(rows.local_memory == Memory::kDram && rows.remote_memory == Memory::kDram),
           device_(rows.local_memory == Memory::kVram ? static_cast<int>(rows.local.front().device)
-                                                     : -1) {}
+                                                     : -1) {
+        const auto is_stuck = [this](const Part& part) {
+            return !part.region->key && !is_copied(part);
+        };
+        if (!regions_->has_served) {
+            return;
+        }
+        if (const auto stuck = std::find_if(parts_.begin(), parts_.end(), is_stuck);
+            stuck != parts_.end()) {
+            throw Error("StateError",
+                        text("the peer's shared memory of another user, ", stuck->region->row.str(),
+                             ", only moves to host memory"));
+        }
+    }
 
     void post() override {
         issue();
@@ -88,9 +103,7 @@ class OneSidedXfer final : public UcxXfer {
     }
 
     bool poll() override {
-        if (!has_failed()) {
-            issue();
-        }
+        issue();
         if (!is_over() || next_ < parts_.size()) {
             return false;
         }
@@ -105,20 +118,34 @@ class OneSidedXfer final : public UcxXfer {
     }
 
   private:
+    [[nodiscard]] bool is_copied(const Part& part) const {
+        return may_copy_ && part.region->direct != nullptr;
+    }
+
+    /// A failure shows only when nothing moves any more.
     /// @throws NativeError if the posted requests have ended and one has failed
+    /// @throws Error StateError if they have ended and a copy has failed
     bool is_over() const {
-        if (completion_.is_quiet() && has_failed()) {
+        if (!completion_.is_quiet()) {
+            return false;
+        }
+        if (has_failed()) {
             fail(call_of(op_));
         }
-        return completion_.is_quiet();
+        if (is_unmapped_) {
+            throw Error("StateError", "the local memory is no longer mapped");
+        }
+        return true;
     }
 
     void issue() {
         const auto inside = endpoint_->worker()->context()->devices().enter(device_);
         bool has_copied = false;
-        for (; next_ < parts_.size() && completion_.pending() < kWindow && !has_failed(); ++next_) {
+        for (; next_ < parts_.size() && completion_.pending() < kWindow && !has_failed() &&
+               !is_unmapped_;
+             ++next_) {
             const Part& part = parts_[next_];
-            if (may_copy_ && part.region->direct != nullptr) {
+            if (is_copied(part)) {
                 __builtin_prefetch(&part + 1);  // the copy evicts it from the caches
                 // NOLINTNEXTLINE(performance-no-int-to-ptr)
                 auto* local = reinterpret_cast<char*>(part.local);
@@ -126,13 +153,10 @@ class OneSidedXfer final : public UcxXfer {
                 const bool is_read = op_ == Op::kRead;
                 if (!copy(is_read ? local : remote, is_read ? remote : local, part.length,
                           part.is_fragile)) {
-                    throw Error("StateError", "the local memory is no longer mapped");
+                    is_unmapped_ = true;
+                    break;
                 }
                 has_copied = true;
-            } else if (!part.region->key) {
-                throw Error("StateError",
-                            text("the peer's shared memory of another user, ",
-                                 part.region->row.str(), ", only moves to host memory"));
             } else {
                 endpoint_->move(completion_, op_, part.local, part.length, part.memory, part.remote,
                                 *part.region->key);
@@ -149,6 +173,7 @@ class OneSidedXfer final : public UcxXfer {
     const bool may_copy_;
     const int device_;  ///< of the first local row; -1 in host memory
     bool is_flushed_ = false;
+    bool is_unmapped_ = false;  ///< the local memory of part next_
 };
 
 }  // namespace
@@ -160,6 +185,10 @@ UcxDriver::UcxDriver(std::shared_ptr<Context> context, std::string name, capi::E
       regions_(std::make_shared<LocalRegions>()),
       worker_(std::make_shared<Worker>(context_)),
       server_(worker_, errors_, regions_) {
+    if (name_.size() > kMaxName) {
+        throw Error("ConfigError", text("the agent's name has ", name_.size(),
+                                        " bytes, more than UCX agents take: ", kMaxName));
+    }
     worker_->on_message(
         [this](std::string_view header, std::string_view data) { on_message(header, data); });
 }
@@ -179,6 +208,10 @@ void UcxDriver::on_message(std::string_view header, std::string_view data) {
         } else if (read->kind == AmRmaKind::kNote) {
             ByteReader in(data, "a notification");
             const std::string_view peer = in.get_bytes();
+            if (peer.size() > kMaxName) {
+                throw Error("WireError", text("its sender's name has ", peer.size(),
+                                              " bytes, more than ", kMaxName));
+            }
             inbox_.push_back({std::string(peer), std::string(in.rest())});
         } else {
             server_.on_message(*read, data);
@@ -212,7 +245,10 @@ std::unique_ptr<transfer::Registered> UcxDriver::register_memory(
     std::span<const transfer::Span> spans) {
     auto registered = std::make_unique<UcxRegistered>(regions_);
     for (const transfer::Span& span : spans) {
-        auto memory = context_->find_allocated(span.row.address, span.row.length);
+        std::shared_ptr<MemoryHandle> memory;
+        if (span.memory == Memory::kDram) {
+            memory = context_->find_allocated(span.row.address, span.row.length);
+        }
         if (!memory) {
             memory = MemoryHandle::map(context_, span.row, memory_type(span.memory), true);
         }
@@ -266,7 +302,7 @@ std::unique_ptr<transfer::Connection> UcxDriver::connect(const std::string& name
 
 void UcxDriver::refresh(transfer::Connection& connection, std::string_view metadata) {
     auto& peer = static_cast<UcxConnection&>(connection);
-    peer.regions = unpack_regions(peer.endpoint, read_description(metadata));
+    peer.refresh(unpack_regions(peer.endpoint, read_description(metadata)));
 }
 
 bool UcxDriver::is_alive(transfer::Connection& connection) {

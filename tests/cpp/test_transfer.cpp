@@ -369,6 +369,32 @@ TEST_CASE("four threads submit while one drains notifications") {
     CHECK_EQ(notes, std::size_t{4 * kEach});
 }
 
+TEST_CASE("a full inbox keeps neither notifications nor names of strangers") {
+    constexpr std::size_t kMiB = 1U << 20U;
+    Inbox inbox;
+    const auto deliver = [&inbox](const std::string& peer, std::size_t size) {
+        std::vector<Notification> notes;
+        notes.push_back({peer, std::string(size, 'x')});
+        inbox.deliver(notes);
+    };
+    for (const char* peer : {"a", "b", "c", "d"}) {
+        deliver(peer, 60 * kMiB);
+    }
+    deliver(std::string(20 * kMiB, 'n'), 1);
+    deliver("stranger", 1);
+    deliver("a", 1);
+    CHECK_EQ(inbox.take(in(kHang)).size(), 5U);
+    try {
+        (void)inbox.take(in(kHang));
+        CHECK(false);
+    } catch (const Error& e) {
+        CHECK_EQ(e.kind(), "StateError");
+        CHECK(std::string(e.what()).size() < 1024);
+    }
+    deliver("stranger", 1);
+    CHECK_EQ(inbox.take(in(kHang)).size(), 1U);
+}
+
 TEST_CASE("an agent dropped without close cancels and goes away by itself") {
     Pair p;
     p.network->pause("b");

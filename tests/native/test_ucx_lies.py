@@ -11,9 +11,11 @@ import psutil
 import pytest
 
 from pynixlkv.errors import (
+    ConfigError,
     NotRegisteredError,
     PeerLostError,
     PynixlkvError,
+    RegistrationError,
     StateError,
     TransferError,
 )
@@ -258,3 +260,23 @@ def test_untaken_notifications_are_bounded_and_the_loss_is_told():
         assert "notifications of peer 'a' were dropped" in told or len(taken) == sent + 1
         if told:  # none is missing between those that were kept
             assert taken == [bytes([i]) * (1 << 20) for i in range(len(taken))]
+
+
+def test_a_name_is_bounded():
+    with UcxAgent("n" * 512) as a, UcxAgent("b") as b:
+        a.notify(a.connect(b.hello()), b"here")
+        assert b.notifications(WAIT_S)[0].peer == a.name
+    with pytest.raises(ConfigError, match="513 bytes"):
+        UcxAgent("n" * 513)
+
+
+@pytest.mark.parametrize("device", [0, 64])
+def test_allocated_host_memory_is_not_taken_for_device_memory(device):
+    with UcxAgent("a") as agent:
+        memory = np.asarray(agent.allocate(SIZE))
+        span = MemorySpan(
+            address=address(memory), nbytes=SIZE, memory=MemoryType.VRAM, device=device
+        )
+        with pytest.raises(RegistrationError):
+            agent.register(span)
+        agent.register(memory)
