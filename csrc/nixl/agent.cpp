@@ -148,6 +148,8 @@ bool Agent::end(Duration patience) {
     for (const auto& list : alive(prepared_)) {
         if (!list->is_released()) {
             list->release();
+        } else {
+            list->end_use();
         }
     }
     for (const auto& registration : alive(registrations_)) {
