@@ -148,6 +148,8 @@ bool Agent::end(Duration patience) {
     for (const auto& list : alive(prepared_)) {
         if (!list->is_released()) {
             list->release();
+        } else {
+            list->end_use();
         }
     }
     for (const auto& registration : alive(registrations_)) {
@@ -477,6 +479,7 @@ void Agent::register_counted(Memory memory, Rows rows, std::span<const std::stri
     using Backends = std::vector<std::shared_ptr<Backend>>;
     std::map<Backends, std::shared_ptr<Registration>> fresh;
     std::vector<std::pair<Registration*, std::uint32_t>> counted;
+    std::vector<std::shared_ptr<Registration>> seen;  // goes after the locks
     const std::lock_guard counting(counting_);
     const Call call(*this, "register_mem");
     Backends wanted = options.backends;
@@ -496,12 +499,15 @@ void Agent::register_counted(Memory memory, Rows rows, std::span<const std::stri
     };
     const std::string no_blob;
     Registration* main = nullptr;
+    const auto owner_of = [&](const transfer::MemoryMap::Entry& entry) {
+        return seen.emplace_back(registrations_.at(entry.owner).lock()).get();
+    };
     const auto add_row = [&](std::size_t i) {
         const std::string& blob = blobs.empty() ? no_blob : blobs[i];
         transfer::MemoryMap& spans = spans_[memory];
         if (const auto* other = is_storage(memory) ? spans.find_device(rows[i].device) : nullptr) {
-            const auto there = registrations_.at(other->owner).lock();
-            if (there && there->memory_.blob(other->index) != blob) {
+            const Registration* there = owner_of(*other);
+            if (there != nullptr && there->memory_.blob(other->index) != blob) {
                 throw Error(
                     "AlreadyRegisteredError",
                     text(memory_name(memory), " descriptor ", i, " (", rows[i].str(), ") is for '",
@@ -514,11 +520,11 @@ void Agent::register_counted(Memory memory, Rows rows, std::span<const std::stri
         std::uint32_t place = 0;
         Backends covered;
         (void)spans.find_exactly(rows[i], [&](const transfer::MemoryMap::Entry& entry) {
-            const auto there = registrations_.at(entry.owner).lock();
-            if (there && !there->counts_.empty()) {
+            Registration* there = owner_of(entry);
+            if (there != nullptr && !there->counts_.empty()) {
                 covered.insert(covered.end(), there->backends_.begin(), there->backends_.end());
                 if (last == nullptr) {
-                    last = there.get();
+                    last = there;
                     place = entry.index;
                 }
             }

@@ -84,13 +84,25 @@ NixlDriver::NixlDriver(std::shared_ptr<const Library> library, std::string name,
 }
 
 void NixlDriver::make() {
+    device_ = {};
     args_ = {};
     backend_.reset();
     agent_.reset();  // its successor has the same name
-    agent_ = std::make_shared<AgentHandle>(library_, name_, options_.agent);
-    backend_ = agent_->create_backend(options_.backend, options_.backend_params);
-    memory_types_ = backend_->memory();
-    args_ = make_opt_args(agent_->library(), {.backends = {backend_}});
+    try {
+        agent_ = std::make_shared<AgentHandle>(library_, name_, options_.agent);
+        backend_ = agent_->create_backend(options_.backend, options_.backend_params);
+        memory_types_ = backend_->memory();
+        args_ = make_opt_args(agent_->library(), {.backends = {backend_}});
+    } catch (...) {
+        failure_ = std::current_exception();
+        throw;
+    }
+}
+
+void NixlDriver::require_made() const {
+    if (failure_) {
+        std::rethrow_exception(failure_);
+    }
 }
 
 void NixlDriver::stay_on_device() {
@@ -100,12 +112,14 @@ void NixlDriver::stay_on_device() {
 }
 
 void NixlDriver::expect_device_memory() {
+    require_made();
     agent_->devices().retain_active();
     stay_on_device();
 }
 
 std::unique_ptr<transfer::Registered> NixlDriver::register_memory(
     std::span<const transfer::Span> spans) {
+    require_made();
     std::map<Memory, std::vector<Descriptor>> by_memory;
     for (const transfer::Span& span : spans) {
         if (span.is_read_only) {
@@ -145,6 +159,7 @@ std::unique_ptr<transfer::Registered> NixlDriver::register_memory(
 }
 
 std::string NixlDriver::metadata() {
+    require_made();
     is_announced_ = true;
     return agent_->local_metadata();
 }
@@ -152,6 +167,7 @@ std::string NixlDriver::metadata() {
 std::unique_ptr<transfer::Connection> NixlDriver::connect(const std::string& name,
                                                           std::string_view metadata,
                                                           std::optional<pid_t> /*process*/) {
+    require_made();
     const std::string loaded = agent_->load_remote_metadata(metadata);
     auto connection = std::make_unique<NixlConnection>(agent_, loaded);
     if (loaded != name) {
@@ -236,6 +252,7 @@ void NixlDriver::notify(transfer::Connection& connection, const std::string& mes
 }
 
 bool NixlDriver::receive(std::vector<transfer::Notification>& into) {
+    require_made();
     if (&into != &early_ && !early_.empty()) {
         into.insert(into.end(), std::make_move_iterator(early_.begin()),
                     std::make_move_iterator(early_.end()));

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -46,6 +47,8 @@ class NixlDriver final : public transfer::Driver {
   private:
     /// Make NIXL's agent and its backend.
     void make();
+    /// @throws Error what the last `make` failed with
+    void require_made() const;
     void stay_on_device();
     /// Run a call that makes a request of some descriptors, and tell a lost connection from a
     /// refusal.
@@ -56,8 +59,6 @@ class NixlDriver final : public transfer::Driver {
     const std::shared_ptr<const Library> library_;
     const std::string name_;
     DriverOptions options_;
-    /// Of the agent's thread, from the first device memory on.
-    transfer::DeviceContexts::Scope device_;
     std::shared_ptr<AgentHandle> agent_;
     std::shared_ptr<Backend> backend_;
     std::vector<Memory> memory_types_;
@@ -65,6 +66,10 @@ class NixlDriver final : public transfer::Driver {
     bool is_announced_ = false;  ///< whether its metadata may be known to peers
     /// What is_alive() received while it made progress.
     std::vector<transfer::Notification> early_;
+    std::exception_ptr failure_;  ///< why the agent could not be made again
+    /// Of the agent's thread, from the first device memory on. It ends before the agent, which
+    /// releases the context.
+    transfer::DeviceContexts::Scope device_;
 };
 
 }  // namespace pynixlkv::nixl

@@ -88,11 +88,29 @@ void PreparedList::release(bool when_unused) {
         }
         is_released_ = true;
         --agent_->num_prepared_;
-        if (users != 0) {
-            return;
-        }
     }
-    pins = std::move(pins_);
+    // A last use that ended meanwhile may have found the list not released yet.
+    if (num_users_ == 0) {
+        free(pins);
+    }
+}
+
+void PreparedList::end_use() noexcept {
+    if (!is_released_ || num_users_ != 0 || !agent_->is_here()) {
+        return;
+    }
+    try {
+        std::vector<Pin> pins;  // go after the lock
+        const Agent::Call call(*agent_, "release_xfer_dlist_handle");
+        free(pins);
+    } catch (const Error&) {
+        // The agent was closed, or NIXL refused: there is nobody to tell.
+    }
+}
+
+void PreparedList::free(std::vector<Pin>& pins) {
+    const std::lock_guard lock(preparing_);
+    pins.swap(pins_);
     if (handle_) {
         const ReleasePrepared release_native{agent_->handle_};
         agent_->library().check(release_native(handle_.release()), "release_xfer_dlist_handle",

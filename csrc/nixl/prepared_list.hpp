@@ -41,6 +41,12 @@ class PreparedList : LiveCounted<PreparedList> {
     void release(bool when_unused = false);
 
   private:
+    /// Free a list that was released while requests used it, if none does any more. Takes the
+    /// agent's locks.
+    void end_use() noexcept;
+    /// Free a released list that is not used. Idempotent; needs `Agent::Call`.
+    /// @param pins what it had pinned; to be dropped after the call
+    void free(std::vector<Pin>& pins);
     [[nodiscard]] std::uint64_t length(std::size_t index) const noexcept {
         return lengths_.empty() ? runs_.front().row.length : lengths_[index];
     }

@@ -32,6 +32,7 @@ class Registration : LiveCounted<Registration> {
     void release();
 
   private:
+    void end_use() noexcept {}
     [[nodiscard]] std::uint64_t id() const noexcept {
         return reinterpret_cast<std::uint64_t>(this);
     }
@@ -54,8 +55,8 @@ class Use {
     explicit Use(std::shared_ptr<T> used) noexcept : used_(std::move(used)) { ++used_->num_users_; }
     Use(Use&&) noexcept = default;
     ~Use() {
-        if (used_) {
-            --used_->num_users_;
+        if (used_ && --used_->num_users_ == 0) {
+            used_->end_use();
         }
     }
 

@@ -17,19 +17,33 @@ namespace {
 
 constexpr int kSocketType = SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK;
 
+constexpr int kPeerPidFd = 77;  // SO_PEERPIDFD, since Linux 6.5
+
+struct Listener {
+    pid_t id;
+    int fd;  ///< names the process; -1 if Linux is too old
+};
+
 /// The process that listens under an incarnation.
-std::optional<pid_t> find(const std::string& incarnation) {
+std::optional<Listener> find(const std::string& incarnation) {
     const int fd = ::socket(AF_UNIX, kSocketType, 0);
     const auto [address, length] = abstract_address(incarnation, "-id");
     ucred owner{};
     socklen_t size = sizeof owner;
-    const bool is_found =
-        fd >= 0 && ::connect(fd, reinterpret_cast<const sockaddr*>(&address), length) == 0 &&
-        ::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &owner, &size) == 0 && owner.pid > 0;
+    Listener listener{0, -1};
+    socklen_t fd_size = sizeof listener.fd;
+    bool is_found = fd >= 0 &&
+                    ::connect(fd, reinterpret_cast<const sockaddr*>(&address), length) == 0 &&
+                    ::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &owner, &size) == 0 && owner.pid > 0;
+    if (is_found && ::getsockopt(fd, SOL_SOCKET, kPeerPidFd, &listener.fd, &fd_size) != 0) {
+        is_found = errno == ENOPROTOOPT;
+        listener.fd = -1;
+    }
     if (fd >= 0) {
         ::close(fd);
     }
-    return is_found ? std::optional(owner.pid) : std::nullopt;
+    listener.id = owner.pid;
+    return is_found ? std::optional(listener) : std::nullopt;
 }
 
 }  // namespace
@@ -59,15 +73,25 @@ bool IdentitySocket::clear() const noexcept {
 }
 
 std::optional<PeerProcess> PeerProcess::of(const std::string& incarnation) {
-    const auto id = find(incarnation);
-    if (!id) {
+    const auto found = find(incarnation);
+    if (!found) {
         return std::nullopt;
     }
-    PeerProcess process(*id, static_cast<int>(::syscall(SYS_pidfd_open, *id, 0)));
+    const bool is_exact = found->fd >= 0;
+    PeerProcess process(found->id, is_exact
+                                       ? found->fd
+                                       : static_cast<int>(::syscall(SYS_pidfd_open, found->id, 0)));
     const bool is_gone = process.fd_ < 0 && errno == ESRCH;
-    // A child of a dead process can still have the socket, and another process its number.
-    if (is_gone || process.has_ended() || find(incarnation) != id) {
+    if (is_gone || process.has_ended()) {
         return std::nullopt;
+    }
+    if (!is_exact) {
+        // The number can be another process's by now. A second look finds out, unless a child of
+        // the dead process still has the socket: only a newer Linux tells that.
+        const auto again = find(incarnation);
+        if (!again || again->id != found->id) {
+            return std::nullopt;
+        }
     }
     return process;
 }

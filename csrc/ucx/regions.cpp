@@ -134,17 +134,27 @@ std::shared_ptr<const RemoteRegions> unpack_regions(const std::shared_ptr<Endpoi
     // Spans of one allocation, and all ordinary memory of some transports, have the same key.
     std::map<std::string_view, Unpacked> keys;
     const bool can_be_mapped = is_on_this_host(description);
+    Mappings before = can_be_mapped ? Mappings::now() : Mappings();
     for (auto [row, packed] : description.regions) {
         const auto [found, is_new] = keys.try_emplace(packed);
         auto& [key, mappings] = found->second;
         if (is_new) {
-            const Mappings before = can_be_mapped ? Mappings::now() : Mappings();
             key = unpack_key(endpoint, packed);
-            mappings = can_be_mapped ? Mappings::now().since(before) : Mappings();
+            if (can_be_mapped) {
+                Mappings now = Mappings::now();
+                mappings = now.since(before);
+                before = std::move(now);
+            }
         }
         auto* direct =
             can_be_mapped && key ? static_cast<char*>(key->pointer(row.address)) : nullptr;
         if (direct != nullptr) {
+            if (mappings.empty()) {
+                throw Error("HandshakeError",
+                            text("region ", row.str(),
+                                 " of the peer was mapped, but /proc/self/maps shows no new "
+                                 "mapping, so how far it goes is unknown; connect again"));
+            }
             // UCX does not check what a region claims: nothing outside the key's memory is reached.
             const auto begin = reinterpret_cast<std::uint64_t>(direct);
             row.length = mappings.describe(begin, row.length).length;

@@ -12,6 +12,7 @@ from pynixlkv.errors import (
     NixlError,
     NixlNotFoundError,
     NotRegisteredError,
+    RegistrationInUseError,
     StalePeerError,
     StateError,
     UnknownPeerError,
@@ -93,6 +94,28 @@ def test_blocks_arrive_and_nothing_else_changes(pair, op, blocks, how):
     assert a.release_xfer_req(request)
     for prepared in lists:
         a.release_dlist_handle(prepared)
+
+
+def test_lists_released_when_unused_go_with_their_last_request(make_agent):
+    a, b = make_agent("a"), make_agent("b")
+    ours, theirs = Area(BLOCK * 4, 1), Area(BLOCK * 4, 2)
+    registration, kept = a.register_buffers(ours.inside), b.register_buffers(theirs.inside)
+    a.load_remote_md(b.get_local_md())
+    local = a.prep_xfer_dlist("", ours.rows([1], BLOCK))
+    remote = a.prep_xfer_dlist("b", theirs.rows([2], BLOCK))
+    requests = [a.make_xfer_req(Operation.READ, local, [0], remote, [0]) for _ in range(2)]
+    for prepared in (local, remote):
+        a.release_dlist_handle(prepared, when_unused=True)
+    a.release_xfer_req(requests.pop())
+    with pytest.raises(RegistrationInUseError):
+        a.deregister_mem(registration)
+    run(a, requests[0])
+    move(Operation.READ, ours, [1], theirs, [2])
+    ours.check()
+    a.release_xfer_req(requests.pop())
+    a.deregister_mem(registration)
+    a.close()
+    kept.close()
 
 
 @pytest.mark.parametrize(
