@@ -1,3 +1,4 @@
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -393,6 +394,20 @@ TEST_CASE("a full inbox keeps neither notifications nor names of strangers") {
     }
     deliver("stranger", 1);
     CHECK_EQ(inbox.take(in(kHang)).size(), 1U);
+}
+
+TEST_CASE("an identity socket says when the process is out of descriptors") {
+    const std::string incarnation = "identity-" + std::to_string(::getpid());
+    const IdentitySocket identity(incarnation);
+    CHECK(PeerProcess::of(incarnation).has_value());
+    rlimit limit{};
+    CHECK_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
+    const rlimit none{0, limit.rlim_max};
+    CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+    const bool is_cleared = identity.clear();
+    CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
+    CHECK(!is_cleared);
+    CHECK(identity.clear());
 }
 
 TEST_CASE("an agent dropped without close cancels and goes away by itself") {
