@@ -9,6 +9,7 @@
 #include "check.hpp"
 #include "fake_nixl.hpp"
 #include "nixl/agent.hpp"
+#include "nixl/driver.hpp"
 #include "nixl/prepared_list.hpp"
 #include "nixl/registration.hpp"
 #include "nixl/xfer_request.hpp"
@@ -312,6 +313,25 @@ TEST_CASE("closing waits for quarantined requests and says what keeps the agent 
     CHECK(agent->close(kNoPatience));
     CHECK_EQ(error_of([&] { (void)agent->local_metadata(); }).kind(), "ClosedError");
     CHECK_EQ(fake::state().calls["destroy_agent"], 1);
+}
+
+TEST_CASE("a driver whose agent cannot be made again tells every later caller why") {
+    const transfer::Span span{.row = kRegion[0], .memory = Memory::kVram};
+    for (const int num_successes : {1, 2, 3}) {  // the first call destroys
+        NixlDriver driver(fake::library(), "a", {});
+        fake::state().countdown = num_successes;
+        std::vector<Notification> arrived;
+        const std::string why = error_of([&] { (void)driver.register_memory({&span, 1}); }).what();
+        fake::state().countdown = -1;
+        for (const Error& error : {error_of([&] { (void)driver.register_memory({&span, 1}); }),
+                                   error_of([&] { (void)driver.metadata(); }),
+                                   error_of([&] { (void)driver.connect("p", "metadata", {}); }),
+                                   error_of([&] { driver.expect_device_memory(); }),
+                                   error_of([&] { (void)driver.receive(arrived); })}) {
+            CHECK_EQ(std::string(error.what()), why);
+        }
+    }
+    check_nothing_alive();
 }
 
 TEST_CASE("configuration is laid out as the library expects") {

@@ -1,7 +1,9 @@
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <csignal>
 #include <cstring>
 #include <future>
 #include <memory>
@@ -15,6 +17,7 @@
 #include "check.hpp"
 #include "transfer/agent.hpp"
 #include "transfer/fake_driver.hpp"
+#include "transfer/process_identity.hpp"
 
 namespace pynixlkv::transfer {
 std::ostream& operator<<(std::ostream& out, State state) {
@@ -470,6 +473,35 @@ TEST_CASE("a factory that throws makes the constructor throw") {
                      {});
              }),
              "ConfigError");
+}
+
+TEST_CASE("a process that left its identity socket to a child is not found") {
+    const std::string incarnation(16, 'i');
+    int made[2];
+    int done[2];
+    CHECK(::pipe(made) == 0 && ::pipe(done) == 0);
+    const pid_t parent = ::fork();
+    if (parent == 0) {
+        const IdentitySocket socket(incarnation);
+        char byte = 0;
+        ::close(done[1]);
+        if (::fork() == 0) {
+            (void)!::read(done[0], &byte, 1);  // until the test closes its end
+            ::_exit(0);
+        }
+        (void)!::write(made[1], &byte, 1);
+        (void)!::read(done[0], &byte, 1);
+        ::_exit(0);
+    }
+    char byte = 0;
+    CHECK_EQ(::read(made[0], &byte, 1), 1);
+    auto process = PeerProcess::of(incarnation);
+    CHECK(process && process->id() == parent && !process->has_ended());
+    ::kill(parent, SIGKILL);
+    CHECK_EQ(::waitpid(parent, nullptr, 0), parent);
+    CHECK(process->has_ended());
+    CHECK(!PeerProcess::of(incarnation));
+    for (const int fd : {made[0], made[1], done[0], done[1]}) ::close(fd);
 }
 
 TEST_CASE("nothing is left alive") {
