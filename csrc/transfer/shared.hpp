@@ -241,7 +241,7 @@ class Inbox {
         });
         arrivals.clear();
     }
-    /// Let the next take() that finds no notifications throw.
+    /// Let take() throw, after what has been kept so far.
     void fail(const Error& error) {
         change([&] { error_ = error; });
     }
@@ -266,15 +266,22 @@ class Inbox {
         std::unique_lock lock(mutex_);
         arrived_.wait_until(lock, until,
                             [this] { return !notifications_.empty() || error_ || closed_; });
-        if (notifications_.empty()) {
+        // What was dropped is told right after what was kept before it.
+        const bool is_error_due = must_tell_ || notifications_.empty();
+        must_tell_ = error_ && !is_error_due;
+        if (!must_tell_) {  // else those who are full stay so: nothing may follow a gap unnoticed
+            kept_by_peer_.clear();
+            kept_ = 0;
+            is_full_ = false;
+        }
+        if (is_error_due) {
             if (const auto error = std::exchange(error_, std::nullopt)) {
                 throw Error(*error);
             }
+        }
+        if (notifications_.empty()) {
             require_open();
         }
-        kept_by_peer_.clear();
-        kept_ = 0;
-        is_full_ = false;
         return std::exchange(notifications_, {});
     }
     [[nodiscard]] std::uint64_t wait_activity(std::uint64_t seen, TimePoint until) {
@@ -330,7 +337,8 @@ class Inbox {
     std::vector<Notification> notifications_;
     std::unordered_map<std::string, std::size_t> kept_by_peer_;  // bytes
     std::size_t kept_ = 0;
-    bool is_full_ = false;  // whether a peer without an entry has lost a notification
+    bool is_full_ = false;    // whether a peer without an entry has lost a notification
+    bool must_tell_ = false;  // take() has returned what came before error_
     std::vector<std::uint64_t> completed_;
     std::optional<Error> error_;
     std::optional<std::string> closed_;  // why nothing more is to be waited for
