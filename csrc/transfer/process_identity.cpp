@@ -6,9 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstring>
 
-#include "base/error.hpp"
 #include "transfer/wake_socket.hpp"
 
 namespace pynixlkv::transfer {
@@ -49,17 +47,7 @@ std::optional<Listener> find(const std::string& incarnation) {
 }  // namespace
 
 IdentitySocket::IdentitySocket(const std::string& incarnation)
-    : fd_(::socket(AF_UNIX, kSocketType, 0)) {
-    const auto [address, length] = abstract_address(incarnation, "-id");
-    if (fd_ < 0 || ::bind(fd_, reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
-        ::listen(fd_, SOMAXCONN) != 0) {
-        const std::string reason = std::strerror(errno);
-        if (fd_ >= 0) {
-            ::close(fd_);
-        }
-        throw Error("StateError", "the agent's identity socket could not be made: " + reason);
-    }
-}
+    : fd_(bound_socket(kSocketType, incarnation, "identity socket", "-id")) {}
 
 IdentitySocket::~IdentitySocket() {
     ::close(fd_);

@@ -29,17 +29,24 @@ std::pair<sockaddr_un, socklen_t> abstract_address(const std::string& incarnatio
     return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + length)};
 }
 
-WakeSocket::WakeSocket(const std::string& incarnation)
-    : fd_(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)) {
-    const auto [address, length] = abstract_address(incarnation);
-    if (fd_ < 0 || ::bind(fd_, reinterpret_cast<const sockaddr*>(&address), length) != 0) {
+int bound_socket(int type, const std::string& incarnation, const char* what, const char* suffix) {
+    const int fd = ::socket(AF_UNIX, type, 0);
+    const auto [address, length] = abstract_address(incarnation, suffix);
+    // A socket for datagrams does not listen.
+    if (fd < 0 || ::bind(fd, reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
+        (::listen(fd, SOMAXCONN) != 0 && errno != EOPNOTSUPP)) {
         const std::string reason = std::strerror(errno);
-        if (fd_ >= 0) {
-            ::close(fd_);
+        if (fd >= 0) {
+            ::close(fd);
         }
-        throw Error("StateError", "the agent's wake socket could not be made: " + reason);
+        throw Error("StateError",
+                    std::string("the agent's ") + what + " could not be made: " + reason);
     }
+    return fd;
 }
+
+WakeSocket::WakeSocket(const std::string& incarnation)
+    : fd_(bound_socket(SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, incarnation, "wake socket")) {}
 
 WakeSocket::~WakeSocket() {
     ::close(fd_);

@@ -20,6 +20,12 @@ namespace pynixlkv::transfer {
 [[nodiscard]] std::pair<sockaddr_un, socklen_t> abstract_address(const std::string& incarnation,
                                                                  const char* suffix = "");
 
+/// A new socket at that address, which listens if it is of a type with connections.
+/// @param what of the agent the socket is, for the error
+/// @throws Error("StateError") when the process is out of descriptors
+[[nodiscard]] int bound_socket(int type, const std::string& incarnation, const char* what,
+                               const char* suffix = "");
+
 class WakeSocket {
   public:
     /// @param incarnation random bytes that peers know from the agent's hello
