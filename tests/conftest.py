@@ -47,6 +47,15 @@ def pytest_terminal_summary(terminalreporter, config):
             terminalreporter.line(f"SKIPPED {reason}")
 
 
+@pytest.fixture(scope="session")
+def hosts():
+    """Share processes between the remotes of many tests."""
+    idle = []
+    yield idle
+    for host in idle:
+        assert host.end() == 0
+
+
 def live_counts():
     """Live native owners; empty if the native module is not loaded."""
     native = sys.modules.get("pynixlkv._native")

@@ -5,40 +5,21 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-import pytest
 from cuda_memory import DevicePool
+from on_library import OnLibrary
 
 from pynixlkv.nixl import NixlAgent
-from pynixlkv.testing.conformance import WAIT_S, AgentConformance, HungPeerConformance
-from pynixlkv.testing.remote import Pool, ProcessRemote
+from pynixlkv.testing.conformance import AgentConformance, HungPeerConformance
+from pynixlkv.testing.remote import Pool
 from pynixlkv.ucx import UcxAgent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pynixlkv.agent import Agent
 
-
-class _OnCards:
-    make: Callable[..., Agent]
+class _OnCards(OnLibrary):
     make_pool: Callable[[str], Pool] = DevicePool
     make_remote_pool: Callable[[str], Pool] = DevicePool
-
-    @pytest.fixture
-    def make_agent(self):
-        made = []
-
-        def make(name, **options):
-            made.append(self.make(name, **options))
-            return made[-1]
-
-        yield make
-        for agent in made:
-            assert agent.close(WAIT_S)
-
-    @pytest.fixture
-    def remote(self, closing, hosts):
-        return closing(ProcessRemote(self.make, make_pool=self.make_remote_pool, hosts=hosts))
 
 
 class TestUcx(_OnCards, AgentConformance):

@@ -5,15 +5,6 @@ import pytest
 from pynixlkv.nixl import Agent
 
 
-@pytest.fixture(scope="session")
-def hosts():
-    """Share processes between the remotes of many tests."""
-    idle = []
-    yield idle
-    for host in idle:
-        assert host.end() == 0
-
-
 @pytest.fixture
 def make_agent():
     """Make agents with a UCX backend; closes them all, and expects nothing to run by then."""

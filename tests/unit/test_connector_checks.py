@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from toy_engine import Model
-from toy_pair import early_params
+from toy_pair import arrives, early_params, errors, failed, start
 from toy_world import World
 
 from pynixlkv import KVCache
@@ -24,11 +24,9 @@ from pynixlkv.errors import (
 
 def fail(world, params, request_id="d1"):
     """Let a request fail at D; return why."""
-    decode = world.engines["D"]
-    decode.arrive(request_id, 7, 13, params)
-    decode.schedule(request_id)
-    world.until(lambda: request_id in world.outcomes["D"].failed)
-    return world.outcomes["D"].failed[request_id][0].error
+    start(world, world.engines["D"], params, request_id=request_id)
+    world.until(failed(world, request_id))
+    return errors(world, request_id)[0]
 
 
 @pytest.fixture
@@ -83,18 +81,15 @@ def test_a_lost_peer_is_connected_anew_for_the_next_request(world):
     assert isinstance(fail(world, prefill.prefill("p1", 7, 13)), PeerLostError)
     agent.read = read
     assert world.num_fetches == 1
-    decode.arrive("d2", 7, 13, prefill.prefill("p2", 7, 13))
-    decode.schedule("d2")
-    world.until(lambda: "d2" in world.outcomes["D"].received)
-    assert decode.holds("d2")
+    start(world, decode, prefill.prefill("p2", 7, 13), request_id="d2")
+    arrives(world, decode, "d2")
     assert world.num_fetches == 2
 
 
 def test_a_push_of_a_request_that_never_comes_ends_with_the_time_of_a_lease():
     with World("push", lease_duration=30, transfer_timeout=1000) as world:
         prefill, decode = world.engine("P"), world.engine("D")
-        decode.arrive("d1", 7, 13, early_params(prefill, "never"))
-        decode.schedule("d1")
+        start(world, decode, early_params(prefill, "never"))
         world.quiet()
         # Whoever asks again still waits; only silence counts.
         world.pass_time(60, 30)
@@ -147,16 +142,14 @@ def test_a_page_that_moves_whole_waits_for_what_the_producer_adds_to_it():
     with World("push", checksums="all") as world:
         prefill, decode = world.engine("P", model), world.engine("D", model)
         prefill.begin("p1", 7, 13)
-        decode.arrive("d1", 7, 13, early_params(prefill, "p1"))
-        decode.schedule("d1")
+        start(world, decode, early_params(prefill, "p1"))
         world.until(lambda: prefill.stats.pushes)
         prefill.compute("p1", 13)
         world.quiet()
         for rank in prefill.ranks:
             rank.write(7, prefill.requests["p1"].blocks, range(13, 14))
         prefill.hand_over("p1")
-        world.until(lambda: "d1" in world.outcomes["D"].received)
-        assert decode.holds("d1")
+        arrives(world, decode)
 
 
 def test_a_reader_is_counted_once_whatever_it_says_of_its_ranks():

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from interpreter import run_python
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
@@ -740,10 +741,10 @@ def test_a_call_leaves_no_file_and_no_thread_behind():
 
 
 LIMITED = """
-import os, resource, sys
+import os, resource
 from pynixlkv.errors import PynixlkvError
 from pynixlkv.handshake import Handshake, fetch
-kind, first = sys.argv[1], sys.argv[2] == "first"
+kind, first = os.environ["KIND"], os.environ["ORDER"] == "first"
 make = lambda name: Handshake(name, {(0, 0): b"x"}, compatibility={})
 server = make("e")
 ask = lambda: fetch(server.address, engine_id="e", compatibility={}, timeout=60)
@@ -766,14 +767,10 @@ print(*sorted(seen))
 """
 
 
-@pytest.mark.parametrize("first", ["first", "later"])
+@pytest.mark.parametrize("order", ["first", "later"])
 @pytest.mark.parametrize("kind", ["fetch", "serve"])
-def test_too_few_descriptors_are_an_error(kind, first):
-    output = subprocess.run(
-        [sys.executable, "-c", LIMITED, kind, first],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert (output.returncode, output.stdout) == (0, "ResourceExhausted done\n"), output.stderr
+def test_too_few_descriptors_are_an_error(kind, order):
+    assert run_python(LIMITED, KIND=kind, ORDER=order) == "ResourceExhausted done"
 
 
 def test_too_few_threads_are_an_error(monkeypatch):
