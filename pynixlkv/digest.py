@@ -422,7 +422,7 @@ def _tokens(scope: DigestScope, unit: int) -> range:
 
 
 def _summary(scope: DigestScope, differs: NDArray[np.bool_]) -> str:
-    """Say which layers, heads and tokens differ; what is not among them is right."""
+    """Name the layers, heads and tokens that differ; all others agree."""
     layers, kv, heads, units = (np.unique(indices) for indices in np.nonzero(differs))
     words = [
         f"{np.count_nonzero(differs)} of {differs.size} digests of group {scope.group!r} differ: ",

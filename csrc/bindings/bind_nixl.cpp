@@ -62,7 +62,7 @@ template <>
 struct type_caster<pynixlkv::nixl::Runs> : span_caster<pynixlkv::nixl::Run> {};
 
 /// Indices: a C-contiguous int32 array as it is; lists and tuples of ints, and arrays of int64, if
-/// all fit. Anything else is refused, for Python to convert or to name what is wrong.
+/// all fit. Anything else is refused: Python converts it, or names the error.
 template <>
 struct type_caster<std::span<const std::int32_t>> {
     static constexpr auto name = const_name("numpy.typing.ArrayLike");

@@ -104,7 +104,7 @@ void PreparedList::end_use() noexcept {
         const Agent::Call call(*agent_, "release_xfer_dlist_handle");
         free(pins);
     } catch (const Error&) {
-        // The agent was closed, or NIXL refused: there is nobody to tell.
+        // The agent was closed, or NIXL refused: no caller is left to tell.
     }
 }
 

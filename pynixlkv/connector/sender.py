@@ -117,7 +117,7 @@ class _Held:
     meta: ReqMeta
     lease: Lease
     num_readers: int
-    """How many are expected; 0 if nobody knows."""
+    """How many are expected; 0 if unknown."""
     deadline: float
     event: DeviceEvent | None
     """Must complete before readers may see the blocks, and before they may be reused."""
@@ -266,7 +266,7 @@ class Sender:
         return held if held is not None and lease in (None, held.lease) else None
 
     def end(self, request_id: str, why: str) -> None:
-        """End the lease of a request, whoever reads it."""
+        """End the lease of a request for all of its readers."""
         if request_id in self._held:
             self._end(self._held[request_id], why)
 

@@ -174,7 +174,7 @@ class _Port:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_clients = min(_MAX_CLIENTS, limit // 2)
         self.monitor = router.context.socket(zmq.PAIR)
-        self.monitor.rcvhwm = 0  # a lost event would be a client for ever
+        self.monitor.rcvhwm = 0  # no event may be lost: a client would count for ever
         router.monitor("inproc://events", _CLIENT_EVENTS)
         self.monitor.connect("inproc://events")
         self._accept()
@@ -219,7 +219,7 @@ class _Port:
     def _drop_all(self) -> None:
         if self._accepting >= 0:
             _log.warning(
-                "handshake: dropped %d clients, %d of which had said nothing of worth",
+                "handshake: dropped %d clients, %d of which had asked nothing",
                 len(self._clients),
                 len(self._strangers),
             )

@@ -120,7 +120,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._device: torch.device | None = None  # of the cache, once it is known
         self._is_step_begun = False
         self._content = partial(content_digest, hash_features=numbers_features(vllm_config))
-        groups = group_specs(kv_cache_config, self._dcp)  # refuses what is not supported
+        groups = group_specs(kv_cache_config, self._dcp)  # refuses unsupported kinds of cache
         if role is KVConnectorRole.SCHEDULER:
             host_blocks = self._num_host_blocks()
             self._scheduler = ConnectorScheduler(
@@ -273,7 +273,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 until = min(computed[request_id] + count, info.num_prompt_tokens)
                 tables = self._tables(self._kv_cache_manager.get_block_ids(request_id))
                 self._side.save(info, tables, until)
-            except Exception:  # what is not pushed now is when the prompt is complete
+            except Exception:  # the layers follow when the prompt is complete
                 _log.exception("request %s: its layers are not pushed in this step", request_id)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -58,7 +58,7 @@ TEST_CASE("a change of any byte that is wanted changes the digest of its place a
     }
 }
 
-TEST_CASE("digests are added to what is there") {
+TEST_CASE("digests are added to the values in the buffer") {
     const Memory memory;
     const std::vector<std::int64_t> ids{2, 1};
     const auto once = digests(memory, ids, scope());
