@@ -301,7 +301,6 @@ class Receiver:
                 del self._requests[request.id], self._by_push_id[request.push_id]
                 ends[request.id] = self._close(request, now)
         self._check(to_check, now)
-        self._engines.send_releases()
         return 0.0 if self._engines.have_news else due
 
     def _advance(self, request: _Request, now: float, to_check: _ToCheck) -> float:
@@ -336,12 +335,12 @@ class Receiver:
                     due = min(due, source.check_at - now)
             if not request.pushing and all(source.is_held for source in request.sources):
                 request.step = _Step.VERIFYING
-                if request.verification is not None:
-                    request.verification.begin()
-        if request.verification is not None and request.end is None:
-            due = min(due, self._verify(request, request.verification, now))
-        elif request.step is _Step.VERIFYING:
-            self._stage(request)
+                if self._ctx.config.checksums == "off":
+                    self._stage(request)
+                else:
+                    self._verification(request).begin()
+        if self._ctx.config.checksums != "off" and request.end is None:
+            due = min(due, self._verify(request, now))
         if request.step is _Step.STAGING:
             if request.staging is not None and not request.staging.query():
                 return _POLL_S
@@ -365,10 +364,6 @@ class Receiver:
 
     def _start(self, request: _Request) -> None:
         request.step = _Step.MOVING
-        if self._ctx.config.checksums != "off":
-            request.verification = Verification(
-                self._ctx, request.id, request.meta, request.engine.sources
-            )
         if self._ctx.config.transfer_mode == "push":
             request.pushing.update(request.engine.sources)
             return
@@ -459,7 +454,7 @@ class Receiver:
                 starts=meta.starts,
                 block_sizes=meta.block_sizes,
                 num_tokens=meta.num_tokens,
-                is_verified=request.verification is not None,
+                is_verified=self._ctx.config.checksums != "off",
                 reader_number=request.reader.number,
                 num_readers=request.reader.num_readers,
                 content=meta.content,
@@ -475,11 +470,22 @@ class Receiver:
                 self._fail(request, error)
         return request.ask_at - now
 
-    def _verify(self, request: _Request, check: Verification, now: float) -> float:
+    def _verification(self, request: _Request) -> Verification:
+        """Return what verifies a request; made once its bytes move, which it need not wait for."""
+        if request.verification is None:
+            sources = request.engine.sources
+            request.verification = Verification(self._ctx, request.id, request.meta, sources)
+        return request.verification
+
+    def _verify(self, request: _Request, now: float) -> float:
         """Ask for digests of what is being read or has been written, and compare them at last."""
-        asked = set(check.ask_at) if request.step is _Step.VERIFYING else set()
-        asked.update(source.producer for source in request.sources if source.is_granted)
+        asked = {source.producer for source in request.sources if source.is_granted}
+        if request.step is _Step.VERIFYING:
+            asked.update(request.engine.sources)
         due = float("inf")
+        if not asked:
+            return due
+        check = self._verification(request)
         for producer in [p for p in check.ask_at if p in asked and p.has_answered]:
             if now >= check.ask_at[producer]:
                 check.ask_at[producer] = now + request.engine.heartbeat_period
@@ -628,7 +634,7 @@ class Receiver:
         has_written = (
             end is EndState.RECEIVED
             and self._ctx.config.transfer_mode == "push"
-            and request.verification is None
+            and self._ctx.config.checksums == "off"
         )
         self._engines.release(engine, request.reader, only_bystanders=has_written)
         self._ctx.stats.ended(end.value, request.error)

@@ -347,6 +347,7 @@ class ConnectorWorker:
         if self._ends or self._sent:
             with self._lock:
                 self._collect()
+        self._engines.send_releases()  # which takes longer than the engine should wait for an end
         self.stats.set_gauges(**self._receiver.gauges(), **self._sender.gauges())
         return due
 
