@@ -236,9 +236,7 @@ class Receiver:
 
     def on_push_done(self, agent: str, message: messages.PushDone) -> None:
         """Take the end of a push."""
-        request = self._by_push_id.get(message.push_id)
-        ranks = () if request is None else request.engine.ranks
-        producer = next((rank for rank in ranks if rank.peer.name == agent), None)
+        request, producer = self._asked(agent, message.push_id)
         if request is None or producer is None:
             self._ctx.stats.count("late_notifications")
             return
@@ -249,37 +247,33 @@ class Receiver:
         if message.expired:
             self._expire(request, producer)
         elif message.error:
-            self._fail(
-                request,
-                TransferError(
-                    f"the producer's rank {producer.rank} did not write: {message.error}",
-                    peer=producer.peer.name,
-                ),
-            )
+            self._refused(request, producer, f"did not write: {message.error}")
 
     def on_digests(self, agent: str, message: messages.Digests) -> None:
         """Take a rank's digests of what it gave."""
-        request = self._by_push_id.get(message.digest_id)
+        request, producer = self._asked(agent, message.digest_id)
         check = None if request is None else request.verification
-        ranks = () if check is None else check.ask_at
-        producer = next((rank for rank in ranks if rank.peer.name == agent), None)
-        if request is None or check is None or producer is None:
+        if request is None or producer is None or check is None or producer not in check.ask_at:
             self._ctx.stats.count("late_notifications")
         elif message.expired:
             self._expire(request, producer, "before it gave digests of them")
         elif message.error:
-            self._fail(
-                request,
-                TransferError(
-                    f"the producer's rank {producer.rank} gave no digests: {message.error}",
-                    peer=producer.peer.name,
-                ),
-            )
+            self._refused(request, producer, f"gave no digests: {message.error}")
         else:
             try:
                 check.take(producer, message.values)
             except PynixlkvError as error:
                 self._fail(request, error)
+
+    def _asked(self, agent: str, push_id: int) -> tuple[_Request | None, RemoteRank | None]:
+        """Return the request and the rank that an answer is for, if there are any."""
+        request = self._by_push_id.get(push_id)
+        ranks = () if request is None else request.engine.ranks
+        return request, next((rank for rank in ranks if rank.peer.name == agent), None)
+
+    def _refused(self, request: _Request, producer: RemoteRank, why: str) -> None:
+        text = f"the producer's rank {producer.rank} {why}"
+        self._fail(request, TransferError(text, peer=producer.peer.name))
 
     # ---- the thread's round
 
@@ -372,9 +366,7 @@ class Receiver:
 
     def _read(self, request: _Request, source: _Source, now: float) -> None:
         meta, remote, producer = request.meta, request.remote, source.producer
-        local, local_starts = self._ctx.tables_by_group(
-            self._ctx.cache, meta.host_blocks or meta.blocks, meta.starts, meta.block_sizes
-        )
+        local, local_starts = self._ctx.local_tables(meta)
         theirs, their_starts = self._ctx.tables_by_group(
             producer.geometry, remote.blocks, remote.starts, remote.remote_block_sizes
         )
