@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,6 +56,19 @@ class WorkerContext:
     def cache(self) -> Geometry:
         """The geometry of `kv`."""
         return self.kv.geometry
+
+    @cached_property
+    def state_tables(self) -> frozenset[int]:
+        """Numbers of the block tables that are not by position."""
+        return frozenset(int(g.table) for g in self.cache.groups if not g.block_size)
+
+    def check_state(self, wanted: int, held: int) -> None:
+        """Raise unless state that a producer has after some tokens is what a consumer wants."""
+        if self.state_tables and wanted != held:
+            raise PlanError(
+                f"the producer has state after {held} tokens, wanted is that after {wanted}; state "
+                "of other tokens cannot be used"
+            )
 
     def introduce(self, peer: Peer) -> None:
         """Tell a producer's rank how it reaches this worker."""

@@ -446,10 +446,12 @@ class Receiver:
                 f"request {request.id!r}: the producer has {len(remote.blocks)} block tables, this "
                 f"side {len(meta.blocks)}"
             )
+        self._ctx.check_state(meta.num_tokens, remote.remote_num_tokens or 0)
+        state = self._ctx.state_tables
         late = [
             f"table {index} from {there} on, wanted from {here}"
             for index, (here, there) in enumerate(zip(meta.starts, remote.starts, strict=True))
-            if there > here
+            if there > here and index not in state
         ]
         if late or meta.num_tokens > (remote.remote_num_tokens or 0):
             raise PlanError(

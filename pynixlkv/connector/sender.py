@@ -679,6 +679,8 @@ class Sender:
         )
         if layer is None and meta.num_tokens < message.num_tokens:
             raise PlanError(f"{meta.num_tokens} tokens are here, {message.num_tokens} are wanted")
+        if layer is None:
+            self._ctx.check_state(message.num_tokens, meta.num_tokens)
         num_tokens = min(meta.num_tokens, message.num_tokens)
         for index, part in enumerate(consumer.slices):
             if layer is not None and any(not g.block_size for _, g, _ in consumer.meetings[index]):
