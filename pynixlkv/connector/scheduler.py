@@ -33,7 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """How to read the block tables of one group of layers."""
+    """How to read the block tables of one group of layers.
+
+    A rule for each kind of table:
+
+    * one block per block of tokens: ``GroupSpec(16)``; with a window, ``GroupSpec(16, window=1024)``;
+    * one slot per block of tokens, of which the one at the last position has the state:
+      ``GroupSpec(16, window=1)``;
+    * one slot (or ring) per request: ``GroupSpec(0)``; ``slots=1`` if scratch slots follow it.
+    """
 
     block_size: int
     """Tokens per block of a table (of all ranks together, under context parallelism); 0 for state,
@@ -43,6 +51,8 @@ class GroupSpec:
     null_block: int | None = None
     """The block number that stands for "none": at the front of a table, or anywhere in one of
     state, whose other entries are those that carry it."""
+    slots: int | None = None
+    """Of state: how many entries, the first that are not null, carry it; by default all."""
 
 
 @dataclass
@@ -492,7 +502,7 @@ def cut_table(
 ) -> tuple[tuple[int, ...], int]:
     """Return the part of a block table that covers positions, and that of its first block."""
     if spec.block_size == 0:
-        return tuple(block for block in table if block != spec.null_block), 0
+        return tuple(block for block in table if block != spec.null_block)[: spec.slots], 0
     if spec.window is not None:
         begin = max(begin, end - spec.window)
     first, last = begin // spec.block_size, _ceil(end, spec)

@@ -84,7 +84,7 @@ def test_one_group():
     assert block_table_index == {"0:model.layers.#.self_attn.attn": 0}
     assert group.layers == (0, 1)
     assert (group.block_size, group.num_blocks, group.kv_heads) == (16, BLOCKS, 4)
-    assert (group.head_dim, group.has_values, group.opaque_axes) == (64, False, "")
+    assert (group.head_dim, group.planes, group.opaque_axes) == (64, 1, "")
     assert group_specs(kv_config, 1) == [GroupSpec(16, window=None, null_block=0)]
 
 
