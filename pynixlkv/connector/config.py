@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from pynixlkv.connector.metadata import Checksums, TransferMode
 
+_MAY_BE_0 = ("conversation_blocks", "recompute_threshold")
+
 
 @dataclass(frozen=True)
 class ConnectorConfig:
@@ -33,6 +35,14 @@ class ConnectorConfig:
     """Producers that are idle for this long are forgotten."""
     max_leases: int = 16384
     """Most requests that a producer holds at once."""
+    conversation_blocks: int = 0
+    """Most blocks of finished turns that a consumer holds for the next turns of conversations; the
+    oldest turns make room for new ones. 0: none are held."""
+    conversation_seconds: float = 480.0
+    """Longest time that a finished turn is held for the next one."""
+    recompute_threshold: int = 64
+    """A producer computes fewer tokens than this itself instead of fetching them from a consumer's
+    finished turn."""
     partial_blocks: bool = True
     """Hand over a last block that is not full. Otherwise prompts are cut to whole blocks, and one
     that is shorter than a block is not handed over."""
@@ -65,6 +75,8 @@ class ConnectorConfig:
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
+                if value == 0 and each.name in _MAY_BE_0:
+                    continue
                 raise ConfigError(f"{each.name} is {value}; expected a number above 0")
         if self.heartbeat_period(self.lease_duration) >= self.lease_duration:
             raise ConfigError(

@@ -165,7 +165,8 @@ class ToyRequest:
     prompt: int
     blocks: list[int]
     num_computed: int = 0
-    sent_by: int = 0
+    until: int = 0
+    """Its KV is here, or arrives, up to this position."""
 
 
 @dataclass
@@ -336,8 +337,16 @@ class ToyEngine:
         self.scheduler.update_state_after_alloc(
             request.info, (tuple(request.blocks),), num_computed, count
         )
-        request.num_computed = num_computed
+        request.num_computed, request.until = num_computed, num_computed + count
         return count
+
+    def go_on(self, request_id: str, until: int) -> None:
+        """Compute a request from what has been received or computed of it up to a position."""
+        request = self.requests[request_id]
+        request.blocks += self.allocate(until, len(request.blocks))
+        for rank in self.ranks:
+            rank.write(request.prompt, request.blocks, range(request.until, until))
+        request.num_computed = request.until = until
 
     def finish(self, request_id: str) -> None:
         """End a request of a consumer, whatever it is at."""
@@ -352,9 +361,10 @@ class ToyEngine:
         self.free += self.requests.pop(request_id).blocks
 
     def holds(self, request_id: str) -> bool:
-        """Whether all ranks have the right KV of a request."""
+        """Whether all ranks have the right KV of a request, or of what is fetched of a turn."""
         request = self.requests[request_id]
-        tokens = range(request.info.num_prompt_tokens)
+        is_turn = request.info.params.do_remote_decode
+        tokens = range(request.until if is_turn else request.info.num_prompt_tokens)
         return all(rank.holds(request.prompt, request.blocks, tokens) for rank in self.ranks)
 
     # ---- steps
