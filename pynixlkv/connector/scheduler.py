@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pynixlkv.connector.config import ConnectorConfig
 from pynixlkv.connector.leases import LeaseSlots
 from pynixlkv.connector.metadata import (
+    ConnectorConfig,
     ConnectorMetadata,
     KVTransferParams,
     ParallelSizes,
@@ -135,7 +135,7 @@ class ConnectorScheduler:
             except PynixlkvError as error:
                 if not request.params.is_next_turn:
                     raise
-                _log.warning("all of the prompt is computed here: %s", error)
+                _log.warning("all of the prompt is computed here: %s", str(error))
                 self._settled.add(request.request_id)
                 return False
             self._open[request.request_id] = _as_reader(request.params)
@@ -308,6 +308,13 @@ class ConnectorScheduler:
         elif request.params.is_fetched and (remote or _is_own(request)):
             # Rejected or aborted before anything was fetched.
             self._next.reqs_to_release[request_id] = remote or _as_reader(request.params)
+        held = self._held.get(request_id)
+        if held is not None:  # it has finished before
+            if is_complete:
+                return True, held.params.to_dict()
+            self._close_group(request_id)
+            self._next.reqs_to_end[request_id] = why
+            return True, None
         if not request.params.do_remote_decode:
             if not is_complete or not self._may_keep(request, blocks):
                 return False, None
@@ -316,13 +323,6 @@ class ConnectorScheduler:
         self._next.reqs_to_save.pop(request_id, None)
         was_pushed = request_id in self._pushed_by_layer
         self._pushed_by_layer.discard(request_id)
-        held = self._held.get(request_id)
-        if held is not None:  # it has finished before
-            if is_complete:
-                return True, held.params.to_dict()
-            self._close_group(request_id)
-            self._next.reqs_to_end[request_id] = why
-            return True, None
         if not is_complete:
             return self._not_held(request, why)
         return self._hand_over(request, blocks, num_computed_tokens, was_pushed=was_pushed)
@@ -493,6 +493,11 @@ class ConnectorScheduler:
     def _free_host(self, blocks: BlockLists | None) -> None:
         if blocks is not None and self._host_pool is not None:
             self._host_pool.free(blocks)
+
+    @property
+    def num_turns(self) -> int:
+        """Finished turns that are held, and are not to be released."""
+        return len(self._turns)
 
     @property
     def num_free_leases(self) -> int:
