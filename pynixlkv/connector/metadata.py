@@ -94,6 +94,7 @@ class ParallelSizes(msgspec.Struct, frozen=True):
                 f"an engine of {self.pp} x {self.tp} ranks; expected at most {_MAX_RANKS}"
             )
 
+
 _MAY_BE_0 = ("conversation_blocks", "recompute_threshold")
 
 
@@ -310,8 +311,8 @@ class RequestInfo:
     params: KVTransferParams = field(default_factory=KVTransferParams)
     content: Callable[[int], str] | None = None
     """Returns a digest of all that decides the KV of the first n tokens of prompt and answer
-    (tokens, adapters, images), equal on both sides. A consumer that has one refuses a hand-off of other
-    content, or of none; without one nothing is checked."""
+    (tokens, adapters, images), equal on both sides. A consumer that has one refuses a hand-off of
+    other content, or of none; without one nothing is checked."""
 
 
 @dataclass(frozen=True)

@@ -184,13 +184,19 @@ class ConnectorScheduler:
         if count < max(fewest, 1):
             return 0, False
         if self._host_pool is not None:
-            end = num_computed_tokens + count
-            counts = [_num_blocks(g, num_computed_tokens, end) for g in self._groups]
+            counts = self._num_blocks(num_computed_tokens, num_computed_tokens + count)
             if not self._host_pool.can_hold(counts):
                 return 0, False
             if not self._host_pool.has_free(counts):
                 return None, False
         return count, True
+
+    def _num_blocks(self, begin: int, end: int) -> list[int]:
+        return [_num_blocks(group, begin, end) for group in self._groups]
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Return the largest number of blocks that a request of this length has."""
+        return sum(self._num_blocks(0, num_tokens))
 
     def _num_fetchable(self, request: RequestInfo) -> int:
         count, remote = request.num_prompt_tokens, request.params.remote_num_tokens

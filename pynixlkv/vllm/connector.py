@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     import torch
     from vllm.config import VllmConfig
+    from vllm.config.kv_transfer import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
         PromMetricT,
     )
     from vllm.forward_context import ForwardContext
-    from vllm.config.kv_transfer import KVTransferConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -122,6 +122,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._failing: dict[str, str] = {}  # rejected requests for the next results
         self._not_sent: set[str] = set()  # the same for requests to hold
         self._turns: dict[str, list[KVCacheBlock]] = {}  # blocks of finished turns
+        self._starved: dict[str, int] = {}  # tokens of requests that got no blocks in this step
         self._copy: BlockCopy | None = None
         self._layer_numbers: dict[str, int] = {}
         self._device: torch.device | None = None  # of the cache, once it is known
@@ -221,6 +222,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return how many tokens can be fetched beyond the local ones."""
         info = self._info(request)
         self._computed[request.request_id] = num_computed_tokens
+        self._starved[request.request_id] = request.num_tokens  # until the blocks are allocated
         if request.request_id not in self._rejected:
             try:
                 return self._side.get_num_new_matched_tokens(info, num_computed_tokens)
@@ -238,6 +240,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Start to fetch into the allocated blocks."""
+        self._starved.pop(request.request_id, None)
         if request.request_id not in self._rejected:
             try:
                 self._side.update_state_after_alloc(
@@ -258,9 +261,12 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return the message to the workers for this step."""
-        for request_id in scheduler_output.preempted_req_ids or ():
+        preempted = scheduler_output.preempted_req_ids or ()
+        for request_id in preempted:
             self._side.request_preempted(request_id)
-        self._yield_turns()
+        starved, self._starved = self._starved, {}
+        if preempted or starved:
+            self._yield_turns(sum(starved.values()))
         if self._options.layerwise:
             self._save(scheduler_output)
         rejected, self._failing = self._failing, {}
@@ -333,13 +339,13 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         manager.block_pool.touch(blocks)
         self._turns[request_id] = blocks
 
-    def _yield_turns(self) -> None:
-        """Give the blocks of the oldest turns to requests if few are free."""
+    def _yield_turns(self, num_tokens: int) -> None:
+        """Give the blocks of the oldest turns to requests that have none."""
         if not self._turns or self._side.num_turns < len(self._turns):
             return  # some are on their way
         num_free = self._kv_cache_manager.block_pool.get_num_free_blocks()
-        missing = self._kv_cache_config.num_blocks // 8 - num_free
-        self._side.release_turns(missing, "its blocks are needed for requests")
+        missing = self._side.num_blocks(num_tokens) - num_free
+        self._side.release_turns(max(missing, 1), "its blocks are needed for requests")
 
     def reset_cache(self) -> bool:
         """Release all finished turns, as for new weights; ask again until it is true."""

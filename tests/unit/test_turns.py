@@ -7,7 +7,13 @@ import logging
 import pytest
 from toy_pair import BEATS_5, arrives, failed, pair, received, sent, start
 
-from pynixlkv.connector import ConnectorConfig, ConnectorScheduler, GroupSpec, KVTransferParams, RequestInfo
+from pynixlkv.connector import (
+    ConnectorConfig,
+    ConnectorScheduler,
+    GroupSpec,
+    KVTransferParams,
+    RequestInfo,
+)
 
 KEPT_S = 100.0
 TURNS = {
@@ -73,9 +79,7 @@ def test_each_turn_fetches_what_the_one_before_has_left(mode, tp):
 
 def test_a_turn_is_held_for_its_time_and_longer_while_a_reader_waits():
     with pair(**TURNS) as (world, prefill, decode):
-        first, second = (
-            turn(world, prefill, decode, prompt=p, name=str(p)) for p in (7, 8)
-        )
+        first, second = (turn(world, prefill, decode, prompt=p, name=str(p)) for p in (7, 8))
         assert world.leases("D") == [2]
         prefill.arrive("q7", 7, 20, first)
         world.quiet()
