@@ -184,19 +184,13 @@ class ConnectorScheduler:
         if count < max(fewest, 1):
             return 0, False
         if self._host_pool is not None:
-            counts = self._num_blocks(num_computed_tokens, num_computed_tokens + count)
+            end = num_computed_tokens + count
+            counts = [_num_blocks(g, num_computed_tokens, end) for g in self._groups]
             if not self._host_pool.can_hold(counts):
                 return 0, False
             if not self._host_pool.has_free(counts):
                 return None, False
         return count, True
-
-    def _num_blocks(self, begin: int, end: int) -> list[int]:
-        return [_num_blocks(group, begin, end) for group in self._groups]
-
-    def num_blocks(self, num_tokens: int) -> int:
-        """Return the largest number of blocks that a request of this length has."""
-        return sum(self._num_blocks(0, num_tokens))
 
     def _num_fetchable(self, request: RequestInfo) -> int:
         count, remote = request.num_prompt_tokens, request.params.remote_num_tokens
@@ -338,7 +332,7 @@ class ConnectorScheduler:
         return (
             request.params.do_remote_prefill
             and request.params.sibling_group is None  # samples have no common next turn
-            and sum(map(len, blocks)) <= self._config.conversation_blocks
+            and 0 < sum(map(len, blocks)) <= self._config.conversation_blocks
             # State is that of the last token, whose step may not be over.
             and all(group.block_size for group in self._groups)
         )
@@ -499,11 +493,6 @@ class ConnectorScheduler:
     def _free_host(self, blocks: BlockLists | None) -> None:
         if blocks is not None and self._host_pool is not None:
             self._host_pool.free(blocks)
-
-    @property
-    def num_turns(self) -> int:
-        """Finished turns that are held, and are not to be released."""
-        return len(self._turns)
 
     @property
     def num_free_leases(self) -> int:

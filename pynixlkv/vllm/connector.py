@@ -122,7 +122,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._failing: dict[str, str] = {}  # rejected requests for the next results
         self._not_sent: set[str] = set()  # the same for requests to hold
         self._turns: dict[str, list[KVCacheBlock]] = {}  # blocks of finished turns
-        self._starved: dict[str, int] = {}  # tokens of requests that got no blocks in this step
+        self._starved: set[str] = set()  # requests that get no blocks in this step
         self._copy: BlockCopy | None = None
         self._layer_numbers: dict[str, int] = {}
         self._device: torch.device | None = None  # of the cache, once it is known
@@ -222,7 +222,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return how many tokens can be fetched beyond the local ones."""
         info = self._info(request)
         self._computed[request.request_id] = num_computed_tokens
-        self._starved[request.request_id] = request.num_tokens  # until the blocks are allocated
+        self._starved.add(request.request_id)  # until they are allocated
         if request.request_id not in self._rejected:
             try:
                 return self._side.get_num_new_matched_tokens(info, num_computed_tokens)
@@ -240,7 +240,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Start to fetch into the allocated blocks."""
-        self._starved.pop(request.request_id, None)
+        self._starved.discard(request.request_id)
         if request.request_id not in self._rejected:
             try:
                 self._side.update_state_after_alloc(
@@ -264,9 +264,9 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         preempted = scheduler_output.preempted_req_ids or ()
         for request_id in preempted:
             self._side.request_preempted(request_id)
-        starved, self._starved = self._starved, {}
-        if preempted or starved:
-            self._yield_turns(sum(starved.values()))
+        if preempted or self._starved:
+            self._side.release_turns(1, "its blocks are needed for requests")
+        self._starved.clear()
         if self._options.layerwise:
             self._save(scheduler_output)
         rejected, self._failing = self._failing, {}
@@ -325,31 +325,25 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED),
             )
             if delay_free and params is not None and not is_prefill:
-                self._hold_turn(request.request_id)
-                delay_free = False
+                delay_free = not self._hold_turn(request.request_id)
             return delay_free, params
         except Exception:
             _log.exception("request %s cannot be handed over", request.request_id)
             return self._side.request_finished(info, (), 0, is_complete=False)
 
-    def _hold_turn(self, request_id: str) -> None:
-        """Hold the blocks of a finished turn, but not its request: vLLM makes steps for one."""
-        manager = self._kv_cache_manager
+    def _hold_turn(self, request_id: str) -> bool:
+        """Hold the blocks of a finished turn without its request, for which vLLM makes steps."""
+        manager = getattr(self, "_kv_cache_manager", None)
+        if manager is None:  # some releases do not show it
+            return False
         blocks = [block for table in manager.get_blocks(request_id).blocks for block in table]
         manager.block_pool.touch(blocks)
         self._turns[request_id] = blocks
-
-    def _yield_turns(self, num_tokens: int) -> None:
-        """Give the blocks of the oldest turns to requests that have none."""
-        if not self._turns or self._side.num_turns < len(self._turns):
-            return  # some are on their way
-        num_free = self._kv_cache_manager.block_pool.get_num_free_blocks()
-        missing = self._side.num_blocks(num_tokens) - num_free
-        self._side.release_turns(max(missing, 1), "its blocks are needed for requests")
+        return True
 
     def reset_cache(self) -> bool:
         """Release all finished turns, as for new weights; ask again until it is true."""
-        self._side.release_turns(self._kv_cache_config.num_blocks, "the cache is reset")
+        self._side.release_turns(1 << 62, "the cache is reset")
         return not self._turns
 
     # ---- worker

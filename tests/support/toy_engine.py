@@ -344,12 +344,13 @@ class ToyEngine:
         request.num_computed, request.until = num_computed, num_computed + count
         return count
 
-    def go_on(self, request_id: str, until: int) -> None:
-        """Compute a request from what has been received or computed of it up to a position."""
+    def go_on(self, request_id: str, until: int, begin: int | None = None) -> None:
+        """Compute a request up to a position, by default from what is there of it."""
         request = self.requests[request_id]
+        tokens = range(request.until if begin is None else begin, until)
         request.blocks += self.allocate(until, len(request.blocks))
         for rank in self.ranks:
-            rank.write(request.prompt, request.blocks, range(request.until, until))
+            rank.write(request.prompt, request.blocks, tokens)
         request.num_computed = request.until = until
 
     def finish(self, request_id: str) -> None:

@@ -125,8 +125,7 @@ def test_what_decode_no_longer_holds_is_computed_again(mode):
         prefill.arrive("p2", 7, 23, params)
         assert prefill.schedule("p2") == KEPT
         world.until(failed(world, "p2", "P"))
-        prefill.requests["p2"].until = 0
-        prefill.go_on("p2", 23)
+        prefill.go_on("p2", 23, 0)
         start(world, decode, prefill.hand_over("p2"), request_id="d2", num_tokens=23)
         arrives(world, decode, "d2")
 
