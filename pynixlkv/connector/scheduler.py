@@ -534,7 +534,9 @@ def _is_own(request: RequestInfo) -> bool:
 
 def _as_reader(remote: KVTransferParams) -> KVTransferParams:
     """Return a hand-off as one reader of its lease."""
-    return msgspec.structs.replace(remote, reader=secrets.randbits(62))
+    # With a next turn, the router tells the producer the readers of the lease to come.
+    num_readers = 1 if remote.is_next_turn else remote.num_readers
+    return msgspec.structs.replace(remote, reader=secrets.randbits(62), num_readers=num_readers)
 
 
 def _ceil(tokens: int, spec: GroupSpec) -> int:

@@ -160,6 +160,17 @@ def test_a_turn_that_prefill_has_itself_is_released_at_once():
         world.until(sent(world, "d1", "D"))
 
 
+def test_the_readers_that_a_router_announces_are_those_of_the_next_lease():
+    with pair(**TURNS) as (world, prefill, decode):
+        params = turn(world, prefill, decode)
+        prefill.arrive("p2", 7, 23, {**params, "num_readers": 2})
+        prefill.schedule("p2")
+        world.until(received(world, "p2", "P"))
+        prefill.go_on("p2", 23)
+        assert prefill.hand_over("p2")["num_readers"] == 2
+        world.until(sent(world, "d1", "D"))
+
+
 @both_modes
 def test_a_next_turn_that_is_given_up_ends_the_lease_of_the_one_before(mode):
     with pair(mode, **TURNS) as (world, prefill, decode):
