@@ -2,7 +2,7 @@
 
 import connectors
 import pytest
-from engines import make_prompts
+from engines import PREFILL_PARAMS, make_prompts
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -30,25 +30,32 @@ class Counts:
         return {name: value - before.get(name, 0) for name, value in after.items()}
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_later_turns_are_fetched_from_decode_and_answered_as_by_one_engine(cluster, mode):
-    connector = CHATS.with_(extra={"transfer_mode": mode})
-    plain, prefill, decode = engines = [
+@pytest.fixture(scope="module", params=["pull", "push"])
+def engines(request, cluster):
+    """An engine by itself, a prefill and a decode engine."""
+    connector = CHATS.with_(extra={"transfer_mode": request.param})
+    engines = [
         cluster.start(name, each, block_size=BLOCK)
         for name, each in (("plain", None), ("prefill", connector), ("decode", connector))
     ]
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+def test_later_turns_are_fetched_from_decode_and_answered_as_by_one_engine(engines):
+    plain, prefill, decode = engines
     prompts = make_prompts([64 + i for i in range(CONVERSATIONS)], SEED)
     news = iter(make_prompts([20] * CONVERSATIONS * TURNS, SEED + 1))
-    handed = [{"do_remote_decode": True}] * CONVERSATIONS
+    handed = [PREFILL_PARAMS] * CONVERSATIONS
     local = [0] * CONVERSATIONS  # tokens in prefill's own cache
     counts = Counts(prefill)
     for _ in range(TURNS):
         plain.start_generating(prompts, ANSWER)
         prefill.start_generating(prompts, 1, handed)
-        offers = [answer.params for answer in prefill.answers()]
-        decode.start_generating(prompts, ANSWER, offers)
-        answers, expected = decode.answers(), plain.answers()
-        assert [each.tokens for each in answers] == [each.tokens for each in expected]
+        decode.start_generating(prompts, ANSWER, [each.params for each in prefill.answers()])
+        answers = decode.answers()
+        assert [each.tokens for each in answers] == [each.tokens for each in plain.answers()]
 
         held = [each.get("remote_num_tokens", 0) for each in handed]
         fetched = [max(there - here, 0) for there, here in zip(held, local, strict=True)]
@@ -66,24 +73,15 @@ def test_later_turns_are_fetched_from_decode_and_answered_as_by_one_engine(clust
             [*prompt, *each.tokens, *next(news)]
             for prompt, each in zip(prompts, answers, strict=True)
         ]
-    for engine in engines:
-        engine.close()
 
 
-def test_a_turn_whose_blocks_decode_gave_away_is_computed_by_prefill(cluster):
-    connector = CHATS.with_(extra={"conversation_blocks": 6})
-    prefill, decode = (cluster.start(n, connector, block_size=BLOCK) for n in ("prefill", "decode"))
-    handed, prompts = [], make_prompts([64, 64], SEED)
-    for prompt in prompts:  # the second one takes the place of the first
-        answer = decode.generate(prompt, ANSWER, prefill.prefill(prompt))
-        handed.append((prompt + answer.tokens, answer.params))
-    counts = Counts(prefill)
-    answers = [prefill.generate(prompt, 1, params) for prompt, params in handed]
-    counted = counts.take()
-    assert counted["vllm:prompt_tokens_by_source[external_kv_transfer]"] == 96
-    assert [
-        decode.generate(prompt, 5, answer.params).tokens
-        for (prompt, _), answer in zip(handed, answers, strict=True)
-    ] == [prefill.generate(prompt, 5).tokens for prompt, _ in handed]
-    for engine in (prefill, decode):
-        engine.close()
+def test_a_turn_that_decode_no_longer_holds_is_computed_by_prefill(engines):
+    plain, prefill, decode = engines
+    (prompt,) = make_prompts([64], SEED + 2)
+    answer = decode.generate(prompt, ANSWER, prefill.prefill(prompt))
+    slot, token = answer.params["lease"].split("-")
+    counts, prompt = Counts(prefill), prompt + answer.tokens
+    late = {**answer.params, "lease": f"{slot}-{int(token, 16) - 2:x}"}  # of a turn before
+    params = prefill.generate(prompt, 1, late).params
+    assert counts.take()["vllm:pynixlkv_requests_expired"] == 1
+    assert decode.generate(prompt, ANSWER, params).tokens == plain.generate(prompt, ANSWER).tokens
