@@ -767,11 +767,12 @@ class Sender:
         if self._ctx.config.transfer_mode == "push":
             for number in held.readers:
                 self._past_readers.put(number, None)
-        self._ctx.stats.lease_ended(held.ending)
+        # Of a turn, nothing has been lost: it may have no next one.
+        is_unread = held.meta.keep_seconds is not None and held.ending != "released"
+        self._ctx.stats.lease_ended("unread" if is_unread else held.ending)
         if held.ending != "released":
-            is_kept = held.meta.keep_seconds is not None  # nothing may have waited for it
             _log.log(
-                logging.INFO if is_kept else logging.WARNING,
+                logging.INFO if is_unread else logging.WARNING,
                 "the lease of request %s ended: %s", held.id, held.ending,
                 extra={"request": held.id, "peer": ""},
             )  # fmt: skip

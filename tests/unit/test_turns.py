@@ -94,6 +94,7 @@ def test_a_turn_is_held_for_its_time_and_longer_while_a_reader_waits():
         assert prefill.schedule("q8") == KEPT
         world.until(failed(world, "q8", "P"))
         assert {end.value for end in world.end_of("P", "q8")} == {"expired"}
+        assert decode.stats.leases == {"released": 1, "unread": 1}
         assert len(decode.free) == 16
 
 
