@@ -129,6 +129,7 @@ test-vllm-ci: .venv-vllm/.installed  ## the tests of test-vllm that are marked `
 
 bench-vllm: .venv-vllm/.installed  ## vLLM's connector and ours, between the same engines
 	$(VLLM_PY) bench/vllm_compare.py
+	$(VLLM_PY) bench/vllm_turns.py
 
 lint: build $(VENV)/.lint-deps  ## formatting, style, layers, names, docstrings, generated pages, spelling
 	$(PY) -m ruff check

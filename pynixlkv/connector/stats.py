@@ -96,7 +96,8 @@ class StatsSnapshot(msgspec.Struct):
     failures: dict[str, int] = {}
     """Failed requests, by the class of the error."""
     leases: dict[str, int] = {}
-    """Leases that are over, by reason: ``"released"``, ``"expired"`` or ``"failed"``."""
+    """Leases that are over, by reason: ``"released"``, ``"expired"``, ``"failed"``, or
+    ``"unread"``, of a finished turn that no next turn has fetched."""
     events: dict[str, int] = {}
     """Other events, by `EventName`."""
     live_leases: int = 0
@@ -160,9 +161,10 @@ class ConnectorStats:
                 _increment(self._recent.failures, type(error).__name__)
 
     def lease_ended(self, why: str) -> None:
-        """Count the end of a lease: ``"released"``, ``"expired"``, or the text of a failure."""
+        """Count the end of a lease: a reason that `StatsSnapshot.leases` has, or why it failed."""
         with self._lock:
-            _increment(self._recent.leases, why if why in ("released", "expired") else "failed")
+            is_usual = why in ("released", "expired", "unread")
+            _increment(self._recent.leases, why if is_usual else "failed")
 
     def set_gauges(self, **gauges: int) -> None:
         """Set the fields of later snapshots that are not counted but observed."""
@@ -200,6 +202,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[StatsSnapshot], float]]] = {
     "requests_corrupt": ("Requests with wrong bytes", lambda s: s.ends.get("corrupt", 0)),
     "digest_time_seconds": ("Time to compute digests", lambda s: s.digest.sum_s),
     "leases_expired": ("Leases that expired", lambda s: s.leases.get("expired", 0)),
+    "leases_unread": ("Finished turns not fetched again", lambda s: s.leases.get("unread", 0)),
     "peers_lost": ("Producers that died", lambda s: s.events.get("peers_lost", 0)),
 }
 _GAUGES: dict[str, tuple[str, Callable[[StatsSnapshot], float]]] = {

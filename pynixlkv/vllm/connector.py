@@ -29,7 +29,7 @@ from pynixlkv.connector.metadata import (
 from pynixlkv.connector.scheduler import ConnectorScheduler
 from pynixlkv.connector.staging import HostBlockPool, HostStaging, make_host_tensors
 from pynixlkv.connector.worker import ConnectorWorker, Finished
-from pynixlkv.errors import ContentMismatch, LibraryVersionError, PynixlkvError
+from pynixlkv.errors import ConfigError, ContentMismatch, LibraryVersionError, PynixlkvError
 from pynixlkv.handshake import Handshake
 from pynixlkv.vllm.caches import ParallelPlace, group_specs, kv_cache, layer_number
 from pynixlkv.vllm.content import content_digest, numbers_features
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     import torch
     from vllm.config import VllmConfig
+    from vllm.config.kv_transfer import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     )
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -100,7 +102,11 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._options = Options.read(config.kv_connector_extra_config)
         self._engine_id = str(config.engine_id)
         self._dcp = vllm_config.parallel_config.decode_context_parallel_size
-        self._settings = self._options.connector_config(compatibility(vllm_config))
+        self._settings = self._options.connector_config(
+            compatibility(vllm_config), kv_cache_config.num_blocks
+        )
+        if self._options.bidirectional_kv_xfer:
+            _check_roles(config)
         parallel = vllm_config.parallel_config
         self._parallel = ParallelSizes(
             pp=parallel.pipeline_parallel_size, tp=parallel.tensor_parallel_size, dcp=self._dcp
@@ -115,6 +121,8 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._refused_leases: deque[str | None] = deque(maxlen=1024)  # of other prompts
         self._failing: dict[str, str] = {}  # rejected requests for the next results
         self._not_sent: set[str] = set()  # the same for requests to hold
+        self._turns: dict[str, list[KVCacheBlock]] = {}  # blocks of finished turns
+        self._starved: set[str] = set()  # requests that get no blocks in this step
         self._copy: BlockCopy | None = None
         self._layer_numbers: dict[str, int] = {}
         self._device: torch.device | None = None  # of the cache, once it is known
@@ -214,6 +222,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return how many tokens can be fetched beyond the local ones."""
         info = self._info(request)
         self._computed[request.request_id] = num_computed_tokens
+        self._starved.add(request.request_id)  # until they are allocated
         if request.request_id not in self._rejected:
             try:
                 return self._side.get_num_new_matched_tokens(info, num_computed_tokens)
@@ -231,6 +240,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Start to fetch into the allocated blocks."""
+        self._starved.discard(request.request_id)
         if request.request_id not in self._rejected:
             try:
                 self._side.update_state_after_alloc(
@@ -251,8 +261,12 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return the message to the workers for this step."""
-        for request_id in scheduler_output.preempted_req_ids or ():
+        preempted = scheduler_output.preempted_req_ids or ()
+        for request_id in preempted:
             self._side.request_preempted(request_id)
+        if preempted or self._starved:
+            self._side.release_turns(1, "its blocks are needed for requests")
+        self._starved.clear()
         if self._options.layerwise:
             self._save(scheduler_output)
         rejected, self._failing = self._failing, {}
@@ -278,10 +292,11 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the reports of all workers."""
-        self._side.update_finished(
-            sent=connector_output.finished_sending or set(),
-            received=connector_output.finished_recving or set(),
-        )
+        sent = connector_output.finished_sending or set()
+        self._side.update_finished(sent=sent, received=connector_output.finished_recving or set())
+        for request_id in sent & self._turns.keys():
+            sent.remove(request_id)  # vLLM has forgotten the request
+            self._kv_cache_manager.block_pool.free_blocks(reversed(self._turns.pop(request_id)))
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -298,17 +313,38 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         info = self._info(request)
         for known in (self._infos, self._computed, self._rejected):
             known.pop(request.request_id, None)
+        # The last token of an answer has no KV, even if a step that computes it has been launched.
+        is_prefill = info.params.do_remote_decode
+        last = request.num_prompt_tokens if is_prefill else request.num_tokens - 1
         try:
-            return self._side.request_finished(
+            delay_free, params = self._side.request_finished(
                 info,
                 self._tables(block_ids),
-                min(request.num_computed_tokens, request.num_prompt_tokens),
+                min(request.num_computed_tokens, last),
                 is_complete=request.status
                 in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED),
             )
+            if delay_free and params is not None and not is_prefill:
+                delay_free = not self._hold_turn(request.request_id)
+            return delay_free, params
         except Exception:
             _log.exception("request %s cannot be handed over", request.request_id)
             return self._side.request_finished(info, (), 0, is_complete=False)
+
+    def _hold_turn(self, request_id: str) -> bool:
+        """Hold the blocks of a finished turn without its request, for which vLLM makes steps."""
+        manager = getattr(self, "_kv_cache_manager", None)
+        if manager is None:  # some releases do not show it
+            return False
+        blocks = [block for table in manager.get_blocks(request_id).blocks for block in table]
+        manager.block_pool.touch(blocks)
+        self._turns[request_id] = blocks
+        return True
+
+    def reset_cache(self) -> bool:
+        """Release all finished turns, as for new weights; ask again until it is true."""
+        self._side.release_turns(1 << 62, "the cache is reset")
+        return not self._turns
 
     # ---- worker
 
@@ -525,6 +561,21 @@ def _check_version(version: str) -> None:
             f"vLLM {version} is not one that PyNixlKVConnector is tested with ({tested}); its "
             "connector interface changes between releases. Use a tested release, or another "
             "release of pynixlkv"
+        )
+
+
+def _check_roles(config: KVTransferConfig) -> None:
+    """Refuse, or warn of, what does not go with conversations."""
+    if config.kv_role != "kv_both":
+        raise ConfigError(
+            f"bidirectional_kv_xfer is set, but kv_role is {config.kv_role!r}; expected 'kv_both': "
+            "prefill fetches from decode what decode has of a conversation"
+        )
+    if config.kv_load_failure_policy != "recompute":
+        _log.warning(
+            "bidirectional_kv_xfer is set, but kv_load_failure_policy is %r: a turn whose blocks "
+            "decode no longer holds fails at prefill; with 'recompute' it is computed there",
+            config.kv_load_failure_policy,
         )
 
 

@@ -72,13 +72,15 @@ def services(model, tmp_path_factory):
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         command += ["--served-model-name", NAME, "--dtype", "float32", "--enforce-eager"]
         command += ["--max-model-len", 1024, "--max-num-seqs", 8, "--seed", 0]
-        command += ["--kv-transfer-config", json.dumps(connectors.OURS.config(role))]
+        policy = "recompute" if role == "prefill" else "fail"
+        connector = connectors.OURS.with_(extra={"bidirectional_kv_xfer": True}, policy=policy)
+        command += ["--kv-transfer-config", json.dumps(connector.config("kv_both"))]
         service = Service(command, free_port(), folder / f"{role}.log", environment())
         started.append(service)
         return service.wait("/health")
 
     try:
-        prefill, decode = serve("kv_producer"), serve("kv_consumer")
+        prefill, decode = serve("prefill"), serve("decode")
         command = [sys.executable, PROXY, "--prefill", prefill.url, "--decode", decode.url]
         proxy = Service(command, free_port(), folder / "proxy.log", {})
         started.append(proxy)
@@ -88,18 +90,18 @@ def services(model, tmp_path_factory):
             service.close()
 
 
-def post(url, body):
+def post(url, body, headers=()):
     """Post JSON; returns the lines of the answer as they come."""
     request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        url, json.dumps(body).encode(), {"Content-Type": "application/json", **dict(headers)}
     )
     with urllib.request.urlopen(request, timeout=120) as answer:
         yield from (line.decode().strip() for line in answer)
 
 
-def ask(proxy, prompt, **more):
+def ask(proxy, prompt, headers=(), **more):
     body = {"model": NAME, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
-    return post(f"{proxy.url}/v1/completions", {**body, "ignore_eos": True, **more})
+    return post(f"{proxy.url}/v1/completions", {**body, "ignore_eos": True, **more}, headers)
 
 
 def words(tokens):
@@ -227,3 +229,20 @@ def test_an_error_of_a_server_reaches_who_asked(services, prompt):
     assert caught.value.code == 404
     assert "another" in caught.value.read().decode()
     caught.value.close()
+
+
+def test_the_next_turn_of_a_conversation_is_fetched_from_decode(services):
+    prefill, _, proxy = services
+    (prompt,) = make_prompts([200], 21)
+    chat = {"X-Conversation-Id": "chat"}
+    (line,) = ask(proxy, prompt, chat, max_tokens=200)
+    assert "kv_transfer_params" not in json.loads(line)
+    (words,) = texts([line])
+    prompt += [*(int(word.removeprefix("t")) for word in words), 9, 8, 7]
+    received = "vllm:pynixlkv_requests_received_total"
+    external = 'vllm:prompt_tokens_by_source_total{engine="0",model_name="small",source="external'
+    before = counted(prefill, received), counted(prefill, external)
+    (line,) = ask(proxy, prompt, chat)
+    assert counted(prefill, received) - before[0] == 1
+    assert counted(prefill, external) - before[1] == 384 - 128  # it has the first block itself
+    assert len(texts([line])[0]) == MAX_TOKENS
