@@ -93,6 +93,9 @@ class UcxAgent(Agent):
     def _start(self, name: str, incarnation: bytes) -> _native.transfer.Agent:
         return _native.transfer.ucx_agent(name, incarnation, self._context, self._error_handling)
 
+    def _transports(self) -> tuple[str, ...]:
+        return _loader.transports_of(self._context)
+
     @property
     def config(self) -> dict[str, str]:
         """Settings of UCX beyond those of the environment."""

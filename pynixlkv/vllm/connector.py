@@ -401,10 +401,8 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def set_host_xfer_buffer_ops(self, copy_operation: Callable[..., None]) -> None:
         """Take vLLM's function that copies blocks between device and host."""
-        from vllm.platforms import current_platform
-
         # On the CPU there is no device to copy from, and vLLM's function fails.
-        if self._copy is not None and not current_platform.is_cpu():
+        if self._copy is not None and self._device is not None and self._device.type != "cpu":
             self._copy.operation = copy_operation
 
     def _make_agent(self, name: str) -> Agent:
