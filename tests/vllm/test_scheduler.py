@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from pynixlkv.connector.worker import Finished
-from pynixlkv.vllm import PyNixlKVConnector
+from pynixlkv.vllm import PyNixlKVConnector, releases
 from pynixlkv.vllm.content import content_digest
 
 pytestmark = pytest.mark.ci
@@ -122,12 +122,19 @@ class Side:
                 kv_connector_output=KVConnectorOutput(
                     finished_sending=set(sent) or None,
                     finished_recving={*received, *failed} or None,
-                    failed_recving=set(failed),
+                    **self.failures(failed),
                 ),
             ),
         )
         outputs = {o.request_id: o for each in made.values() for o in each.outputs}
         return planned.kv_connector_metadata, outputs
+
+    def failures(self, failed):
+        """How the workers report failed requests: by id, or by block in older releases."""
+        if releases.TransferResults is not None:
+            return {"failed_recving": set(failed)}
+        manager = self.scheduler.kv_cache_manager
+        return {"invalid_block_ids": {b for i in failed for b in manager.get_block_ids(i)[0]}}
 
     def run(self):
         """Make steps until something comes out of them."""
