@@ -360,8 +360,8 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("peers", "gauge", "Producers that are connected", lambda s: s.peers),
 )
-"""What `PrometheusMetrics` exports. The counts of an engine's ranks are added: a request counts twice
-if two ranks fetch a part of it each."""
+"""What `PrometheusMetrics` exports. The counts of an engine's ranks are added: a request counts
+twice if two ranks fetch a part of it each."""
 
 
 class PrometheusMetrics:

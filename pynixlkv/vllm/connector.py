@@ -108,9 +108,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         config = vllm_config.kv_transfer_config
         self._options = Options.read(config.kv_connector_extra_config)
-        releases.refuse_what_is_missing(
-            vllm_config, kv_cache_config, layerwise=self._options.layerwise
-        )
+        releases.refuse_what_is_missing(vllm_config, kv_cache_config)
         self._engine_id = str(config.engine_id)
         self._dcp = vllm_config.parallel_config.decode_context_parallel_size
         self._settings = self._options.connector_config(compatibility(vllm_config))
@@ -126,6 +124,8 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._infos: dict[str, RequestInfo] = {}
         self._computed: dict[str, int] = {}
         self._rejected: dict[str, str] = {}
+        # Block tables of the requests whose layers are pushed as they finish.
+        self._running_tables: dict[str, tuple[list[int], ...]] = {}
         self._refused_leases: deque[str | None] = deque(maxlen=1024)  # of other prompts
         self._failing: dict[str, str] = {}  # rejected requests for the next results
         self._invalid: set[int] = set()  # blocks of failed requests, for the next results
@@ -280,19 +280,31 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Push what this step computes of prompts for consumers, layer by layer."""
         cached = scheduler_output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        computed |= {
-            new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs
-        }
+        for request_id, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if more is not None and request_id in self._running_tables:
+                if request_id in cached.resumed_req_ids:
+                    self._running_tables[request_id] = ([],) * len(more)
+                known = self._running_tables[request_id]
+                self._running_tables[request_id] = tuple(map(list.__add__, known, more))
+        for new in scheduler_output.scheduled_new_reqs:
+            computed[new.req_id] = new.num_computed_tokens
+            if self._holds(new.req_id):
+                self._running_tables[new.req_id] = new.block_ids
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
-            info = self._infos.get(request_id)
-            if info is None or not info.params.do_remote_decode:
+            if not self._holds(request_id):
                 continue
+            info = self._infos[request_id]
             try:
                 until = min(computed[request_id] + count, info.num_prompt_tokens)
-                tables = self._tables(self._kv_cache_manager.get_block_ids(request_id))
+                tables = self._tables(self._running_tables[request_id])
                 self._side.save(info, tables, until)
             except Exception:  # the layers follow when the prompt is complete
                 _log.exception("request %s: its layers are not pushed in this step", request_id)
+
+    def _holds(self, request_id: str) -> bool:
+        """Return whether a running request is computed for a consumer."""
+        info = self._infos.get(request_id)
+        return info is not None and info.params.do_remote_decode
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the reports of all workers."""
@@ -314,7 +326,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         from vllm.v1.request import RequestStatus
 
         info = self._info(request)
-        for known in (self._infos, self._computed, self._rejected):
+        for known in (self._infos, self._computed, self._rejected, self._running_tables):
             known.pop(request.request_id, None)
         try:
             return self._side.request_finished(

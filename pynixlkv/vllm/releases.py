@@ -129,18 +129,13 @@ def uses_draft_cache(speculative: Any) -> bool:  # noqa: ANN401
     )
 
 
-def refuse_what_is_missing(vllm_config: Any, kv_cache_config: Any, *, layerwise: bool) -> None:  # noqa: ANN401
+def refuse_what_is_missing(vllm_config: Any, kv_cache_config: Any) -> None:  # noqa: ANN401
     """Raise for a configuration that this release cannot serve."""
     model = vllm_config.model_config
     if model is not None and getattr(model, "enable_sleep_mode", False):
         raise ConfigError(
             "PyNixlKVConnector does not support --enable-sleep-mode: a sleeping engine maps its "
             "cache anew, and registered memory would be that of the old one; leave it out"
-        )
-    if layerwise and not hasattr(base.KVConnectorBase_V1, "bind_kv_cache_manager"):
-        raise ConfigError(
-            f"layerwise needs vLLM 0.30 or newer, which shows a connector the block tables of "
-            f"running requests; this is vLLM {vllm.__version__}"
         )
     if TransferResults is None and len(kv_cache_config.kv_cache_groups) > 1:
         raise ConfigError(

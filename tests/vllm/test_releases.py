@@ -50,17 +50,11 @@ def configurations(groups=1, **model):
 def test_an_engine_that_sleeps_is_refused():
     assert not PyNixlKVConnector.supports_sleep_mode(None)
     with pytest.raises(ConfigError, match="--enable-sleep-mode"):
-        releases.refuse_what_is_missing(*configurations(enable_sleep_mode=True), layerwise=False)
+        releases.refuse_what_is_missing(*configurations(enable_sleep_mode=True))
 
 
 def test_a_release_that_takes_failures_by_block_serves_one_block_table(monkeypatch):
     monkeypatch.setattr(releases, "TransferResults", None)
-    releases.refuse_what_is_missing(*configurations(), layerwise=False)
+    releases.refuse_what_is_missing(*configurations())
     with pytest.raises(ConfigError, match="--disable-hybrid-kv-cache-manager"):
-        releases.refuse_what_is_missing(*configurations(groups=2), layerwise=False)
-
-
-def test_layers_cannot_be_pushed_where_vllm_hides_the_block_tables(monkeypatch):
-    monkeypatch.delattr(KVConnectorBase_V1, "bind_kv_cache_manager", raising=False)
-    with pytest.raises(ConfigError, match=r"layerwise needs vLLM 0\.30"):
-        releases.refuse_what_is_missing(*configurations(), layerwise=True)
+        releases.refuse_what_is_missing(*configurations(groups=2))
