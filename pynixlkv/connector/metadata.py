@@ -126,7 +126,7 @@ class ConnectorConfig:
     checksums: Checksums = "sampled"
     """Compare digests of received KV with the producer's: ``"all"`` of it, ``"sampled"``, or
     ``"off"``. The consumer's option; every producer answers."""
-    checksum_fraction: float = 1 / 16
+    checksum_fraction: float = 1 / 32
     """Part of a request's KV that ``"sampled"`` compares; at least one unit of each group."""
     compatibility: Mapping[str, str] = field(default_factory=dict)
     """What both sides must agree on beyond their geometries (model, attention backend)."""

@@ -664,9 +664,7 @@ class Sender:
         theirs, their_starts = self._ctx.tables_by_group(
             consumer.geometry, message.blocks, message.starts, message.block_sizes
         )
-        ours, our_starts = self._ctx.tables_by_group(
-            self._ctx.cache, meta.host_blocks or meta.blocks, meta.starts, meta.block_sizes
-        )
+        ours, our_starts = self._ctx.local_tables(meta)
         if layer is None and meta.num_tokens < message.num_tokens:
             raise PlanError(f"{meta.num_tokens} tokens are here, {message.num_tokens} are wanted")
         num_tokens = min(meta.num_tokens, message.num_tokens)
