@@ -8,6 +8,7 @@ package registers; where plugins are switched off, add ``"kv_connector_module_pa
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,8 +19,16 @@ __all__ = ["PyNixlKVConnector", "register"]
 _NAME = "PyNixlKVConnector"
 
 
+def log_as_vllm() -> None:
+    """Let vLLM's handlers have the records of this package, unless it has handlers of its own."""
+    own = logging.getLogger("pynixlkv")
+    if not own.handlers:
+        own.parent = logging.getLogger("vllm")  # vLLM may exchange its handlers later
+
+
 def register() -> None:
     """Tell vLLM's factory where the connector is; vLLM calls it in each process, maybe twice."""
+    log_as_vllm()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if _NAME not in KVConnectorFactory._registry:

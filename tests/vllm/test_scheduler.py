@@ -29,7 +29,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from pynixlkv.connector.worker import Finished
 from pynixlkv.errors import ConfigError
-from pynixlkv.vllm import PyNixlKVConnector
+from pynixlkv.vllm import PyNixlKVConnector, releases
 from pynixlkv.vllm.content import content_digest
 
 pytestmark = pytest.mark.ci
@@ -124,12 +124,19 @@ class Side:
                 kv_connector_output=KVConnectorOutput(
                     finished_sending=set(sent) or None,
                     finished_recving={*received, *failed} or None,
-                    failed_recving=set(failed),
+                    **self.failures(failed),
                 ),
             ),
         )
         outputs = {o.request_id: o for each in made.values() for o in each.outputs}
         return planned.kv_connector_metadata, outputs
+
+    def failures(self, failed):
+        """How the workers report failed requests: by id, or by block in older releases."""
+        if releases.TransferResults is not None:
+            return {"failed_recving": set(failed)}
+        manager = self.scheduler.kv_cache_manager
+        return {"invalid_block_ids": {b for i in failed for b in manager.get_block_ids(i)[0]}}
 
     def run(self):
         """Make steps until something comes out of them."""
@@ -577,6 +584,15 @@ def worker_of(side):
     return connector
 
 
+def results_of(worker):
+    """What a worker has received, failed to receive, and sent, as vLLM asks for it."""
+    if releases.TransferResults is not None:
+        results = worker.get_transfer_results(set())
+        return results.finished_recving, results.failed_recving, results.finished_sending
+    sent, received = worker.get_finished(set())
+    return received, {"d-1"} if worker.get_block_ids_with_load_errors() else set(), sent
+
+
 def test_a_worker_reports_what_was_rejected_as_failed_once(base):
     decode = Side(base, CONSUMER)
     worker = worker_of(decode)
@@ -584,10 +600,8 @@ def test_a_worker_reports_what_was_rejected_as_failed_once(base):
     worker.bind_connector_metadata(decode.step()[0])
     worker.start_load_kv(None)
     worker._worker.finished.received.add("d-2")
-    results = worker.get_transfer_results(set())
-    assert results.finished_recving == {"d-1", "d-2"}
-    assert results.failed_recving == {"d-1"}
-    assert not worker.get_transfer_results(set()).finished_recving
+    assert results_of(worker) == ({"d-1", "d-2"}, {"d-1"}, set())
+    assert not any(results_of(worker))
 
 
 def test_a_worker_hears_of_a_step_before_its_layers(base):
@@ -671,11 +685,9 @@ def test_a_step_that_a_worker_cannot_begin_fails_its_requests_only(base, params,
             worker.bind_connector_metadata(side.step()[0])
             worker.start_load_kv(None)
         patch.setattr(worker._worker, "get_finished", broken)
-        results = worker.get_transfer_results(set())
-    assert (results.failed_recving, results.finished_sending) == ({"d-1"}, {"p-1"})
+        assert results_of(worker) == ({"d-1"}, {"d-1"}, {"p-1"})
     worker._worker.finished.received.add("d-2")
-    results = worker.get_transfer_results(set())
-    assert (results.finished_recving, results.finished_sending) == ({"d-2"}, set())
+    assert results_of(worker) == ({"d-2"}, set(), set())
 
 
 def first_turn(base, length=70, max_tokens=60, **extra):
