@@ -121,6 +121,12 @@ std::pair<Transports, Transports> read_both(std::string_view own, std::string_vi
     return {};
 }
 
+const Transport* find_cma(const Transports& transports) {
+    const auto found = std::find_if(transports->begin(), transports->end(),
+                                    [](const Transport& t) { return t.name == kCma; });
+    return found == transports->end() ? nullptr : &*found;
+}
+
 }  // namespace
 
 bool is_plausible_address(std::string_view address, std::string_view own) {
@@ -142,10 +148,9 @@ std::string without_other_processes(std::string_view address, std::string_view o
     if (!ours || !theirs) {
         return kept;
     }
-    const auto is_named = [](const Transport& transport) { return transport.name == kCma; };
-    const auto cma = std::find_if(ours->begin(), ours->end(), is_named);
+    const Transport* const cma = find_cma(ours);
     for (const Transport& their : *theirs) {
-        if (is_named(their) && (cma == ours->end() || their.device == cma->device) &&
+        if (their.name == kCma && (cma == nullptr || their.device == cma->device) &&
             their.process() != static_cast<std::uint32_t>(process.value_or(0))) {
             // UCX skips transports whose name it does not know.
             const std::uint16_t unknown = 0;
@@ -153,6 +158,16 @@ std::string without_other_processes(std::string_view address, std::string_view o
         }
     }
     return kept;
+}
+
+bool share_cma(std::string_view address, std::string_view own) {
+    const auto [ours, theirs] = read_both(own, address);
+    if (!ours || !theirs) {
+        return false;
+    }
+    const Transport* const our = find_cma(ours);
+    const Transport* const their = find_cma(theirs);
+    return our != nullptr && their != nullptr && our->device == their->device;
 }
 
 }  // namespace pynixlkv::ucx

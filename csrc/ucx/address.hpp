@@ -20,4 +20,7 @@ namespace pynixlkv::ucx {
 [[nodiscard]] std::string without_other_processes(std::string_view address, std::string_view own,
                                                   std::optional<pid_t> process);
 
+/// Whether both addresses have that transport, for processes of one host.
+[[nodiscard]] bool share_cma(std::string_view address, std::string_view own);
+
 }  // namespace pynixlkv::ucx

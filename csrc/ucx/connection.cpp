@@ -52,13 +52,14 @@ std::size_t Outbox::num_waiting() {
 UcxConnection::UcxConnection(std::shared_ptr<Endpoint> to,
                              std::shared_ptr<const RemoteRegions> keys, std::string peer,
                              std::uint64_t its_token, std::shared_ptr<AmRmaXfers> answers,
-                             std::shared_ptr<Endpoint> spare)
+                             std::shared_ptr<Endpoint> spare, std::optional<PeerMemory> its_memory)
     : name(std::move(peer)),
       endpoint(std::move(to)),
       regions(std::move(keys)),
       token(its_token),
       number(new_secret()),
       is_one_sided(endpoint->is_one_sided()),
+      memory(its_memory),
       answers_(std::move(answers)),
       spare_(std::move(spare)),
       outbox_(endpoint) {

@@ -13,6 +13,7 @@
 #include "transfer/driver.hpp"
 #include "ucx/endpoint.hpp"
 #include "ucx/message.hpp"
+#include "ucx/peer_memory.hpp"
 #include "ucx/regions.hpp"
 
 namespace pynixlkv::ucx {
@@ -51,7 +52,7 @@ class UcxConnection final : public transfer::Connection {
   public:
     UcxConnection(std::shared_ptr<Endpoint> to, std::shared_ptr<const RemoteRegions> keys,
                   std::string peer, std::uint64_t its_token, std::shared_ptr<AmRmaXfers> answers,
-                  std::shared_ptr<Endpoint> spare = {});
+                  std::shared_ptr<Endpoint> spare = {}, std::optional<PeerMemory> its_memory = {});
     ~UcxConnection() override;
 
     /// Send a message as this connection's.
@@ -91,6 +92,8 @@ class UcxConnection final : public transfer::Connection {
     /// Names this connection to the peer's AmRmaServer, and its answers to this process.
     const std::uint64_t number;
     const bool is_one_sided;
+    /// If the peer is a process of this host whose memory this one may copy.
+    std::optional<PeerMemory> memory;
 
   private:
     /// Send kOpen, once, if the peer has to know this connection: to answer, or to close its own

@@ -7,19 +7,20 @@
 
 #include "transfer/driver.hpp"
 #include "ucx/am_rma.hpp"
+#include "ucx/copies.hpp"
 #include "ucx/endpoint.hpp"
 #include "ucx/regions.hpp"
 
 namespace pynixlkv::ucx {
 
-/// Drives one worker. On the same host, memory that the peer's UCX allocated is copied through a
-/// mapping of it. Everything else uses UCX's gets and puts; where no transport has them, host
-/// memory moves by AM-RMA.
+/// Drives one worker. Host memory of a peer on this host is copied: through a mapping if the peer's
+/// UCX allocated it, else by the kernel where that is allowed. Everything else uses UCX's gets and
+/// puts; where no transport has them, host memory moves by AM-RMA.
 class UcxDriver final : public transfer::Driver {
   public:
     UcxDriver(std::shared_ptr<Context> context, std::string name,
-              capi::ErrorMode errors = capi::kErrorPeer);
-    ~UcxDriver() override { server_.close(); }
+              capi::ErrorMode errors = capi::kErrorPeer, std::size_t copy_threads = 1);
+    ~UcxDriver() override;
 
     void expect_device_memory() override;
     std::unique_ptr<transfer::Registered> register_memory(
@@ -45,7 +46,9 @@ class UcxDriver final : public transfer::Driver {
     const std::shared_ptr<Context> context_;
     const std::string name_;
     const capi::ErrorMode errors_;
-    const std::uint64_t token_ = new_secret();
+    const std::shared_ptr<CopyThreads> threads_;
+    /// In the metadata, with its place: peers of this host look at it there.
+    std::uint64_t token_ = new_secret();
     const std::shared_ptr<LocalRegions> regions_;
     const std::shared_ptr<AmRmaXfers> xfers_ = std::make_shared<AmRmaXfers>();
     /// From the first device memory on, until the worker, which is declared later, has gone.

@@ -11,7 +11,7 @@ namespace pynixlkv::ucx {
 
 namespace {
 
-constexpr std::string_view kMagic = "pnkvucx3";
+constexpr std::string_view kMagic = "pnkvucx4";
 // Sizes seen are 60 to 300 bytes; a device adds some tens.
 constexpr std::size_t kMaxAddressBytes = 1U << 16U;
 constexpr std::size_t kMaxKeyBytes = 1U << 12U;
@@ -31,7 +31,7 @@ const std::string& this_host() {
 
 }  // namespace
 
-std::string describe(capi::ErrorMode errors, std::uint64_t token, const std::string& address,
+std::string describe(capi::ErrorMode errors, const std::uint64_t& token, const std::string& address,
                      const LocalRegions& regions) {
     ByteWriter out;
     out.put_raw(kMagic);
@@ -42,6 +42,7 @@ std::string describe(capi::ErrorMode errors, std::uint64_t token, const std::str
         std::any_of(regions.all().begin(), regions.all().end(),
                     [](const auto& entry) { return entry.second.memory->is_allocated(); });
     out.put_bytes(can_be_mapped ? this_host() : "");
+    out.put(reinterpret_cast<std::uint64_t>(&token));
     out.put(static_cast<std::uint32_t>(regions.all().size()));
     for (const auto& [key, region] : regions.all()) {
         out.put(region.row.address);
@@ -76,6 +77,7 @@ Description read_description(std::string_view bytes) {
         throw Error("WireError", text("the name of the peer's host has ", description.host.size(),
                                       " bytes; expected up to ", kMaxHostBytes));
     }
+    description.token_address = in.get<std::uint64_t>();
     const auto count = in.get<std::uint32_t>();
     if (count > bytes.size() / kRegionBytes) {
         throw Error("WireError", text("the UCX metadata of the peer promise ", count,

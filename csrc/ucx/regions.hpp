@@ -75,12 +75,13 @@ struct Description {
     };
     capi::ErrorMode errors = capi::kErrorPeer;
     std::uint64_t token = 0;
+    std::uint64_t token_address = 0;  ///< in the memory of the process
     std::string_view address;
     std::string_view host;
     std::vector<Region> regions;
 };
 
-[[nodiscard]] std::string describe(capi::ErrorMode errors, std::uint64_t token,
+[[nodiscard]] std::string describe(capi::ErrorMode errors, const std::uint64_t& token,
                                    const std::string& address, const LocalRegions& regions);
 
 /// @return views into the bytes
