@@ -16,7 +16,6 @@ namespace pynixlkv::ucx {
 
 namespace {
 
-using transfer::Memory;
 using transfer::Op;
 
 /// Bytes of a message. With its default settings UCX sends up to 16,515 bytes over tcp at once and
@@ -238,21 +237,6 @@ void AmRmaServer::list(std::uint64_t number, Client& client) {
     }
 }
 
-std::string AmRmaServer::refusal(const Descriptor& row, Op op, const LocalRegion*& region) const {
-    try {
-        region = nullptr;
-        if (regions_->find(row, region).memory_type != Memory::kDram) {
-            return text(row.str(), " is not host memory");
-        }
-    } catch (const Error& e) {
-        return e.what();
-    }
-    if (op == Op::kWrite && region->is_read_only) {
-        return text(row.str(), " is read-only");
-    }
-    return "";
-}
-
 void AmRmaServer::take_read(Client& client, const AmRmaHeader& header,
                             std::string_view data) const {
     constexpr std::size_t kRowBytes = 2 * sizeof(std::uint64_t);
@@ -285,7 +269,7 @@ void AmRmaServer::take_piece(Client& client, const AmRmaHeader& header,
     const LocalRegion* region = nullptr;
     const Descriptor row{header.place, data.size(), 0};
     std::string reason =
-        data.size() > due ? "it is longer than it said" : refusal(row, Op::kWrite, region);
+        data.size() > due ? "it is longer than it said" : refusal_of(*regions_, row, Op::kWrite, region);
     // NOLINTNEXTLINE(performance-no-int-to-ptr)
     auto* to = reinterpret_cast<char*>(row.address);
     if (reason.empty() &&
@@ -380,7 +364,7 @@ void AmRmaServer::send_piece(std::uint64_t number, Client& client) const {
     const std::uint64_t length = std::min<std::uint64_t>(row.length - read.offset, kPieceBytes);
     // For each piece, because the row may have been deregistered since the last one.
     const LocalRegion* region = nullptr;
-    std::string reason = refusal(row, Op::kRead, region);
+    std::string reason = refusal_of(*regions_, row, Op::kRead, region);
     // Copied, so that the row may be deregistered while the bytes wait for the socket.
     std::string bytes;
     if (reason.empty()) {

@@ -131,8 +131,6 @@ class AmRmaServer {
     void forget(std::uint64_t number);
     bool serve(std::uint64_t number, Client& client);
     void send_piece(std::uint64_t number, Client& client) const;
-    [[nodiscard]] std::string refusal(const Descriptor& row, transfer::Op op,
-                                      const LocalRegion*& region) const;
 
     const std::shared_ptr<Worker> worker_;
     const std::string own_address_;

@@ -1,10 +1,12 @@
 #include "ucx/connection.hpp"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/keep.hpp"
 #include "base/text.hpp"
 #include "ucx/am_rma.hpp"
+#include "ucx/lane.hpp"
 
 namespace pynixlkv::ucx {
 
@@ -73,6 +75,17 @@ void UcxConnection::introduce() {
         answers_->expect_open(number);
         is_introduced_ = true;
     }
+}
+
+std::shared_ptr<OwnLane> UcxConnection::lane() {
+    std::erase_if(lanes, [](const auto& lane) { return lane->is_broken(); });
+    const auto ready = std::find_if(lanes.begin(), lanes.end(),
+                                    [](const auto& lane) { return lane->is_ready(); });
+    if (ready == lanes.end()) {
+        return nullptr;
+    }
+    lanes = {*ready};
+    return lanes.front();
 }
 
 void UcxConnection::refresh(std::shared_ptr<const RemoteRegions> keys) {

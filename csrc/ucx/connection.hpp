@@ -47,6 +47,7 @@ class Outbox {
 };
 
 class AmRmaXfers;
+class OwnLane;
 
 class UcxConnection final : public transfer::Connection {
   public:
@@ -94,6 +95,10 @@ class UcxConnection final : public transfer::Connection {
     const bool is_one_sided;
     /// If the peer is a process of this host whose memory this one may copy.
     std::optional<PeerMemory> memory;
+    /// Attempts, one for each way to the peer; at most one when one has succeeded.
+    std::vector<std::shared_ptr<OwnLane>> lanes;
+    /// The one that has succeeded; null if there is none.
+    [[nodiscard]] std::shared_ptr<OwnLane> lane();
 
   private:
     /// Send kOpen, once, if the peer has to know this connection: to answer, or to close its own

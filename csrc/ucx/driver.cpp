@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "base/bytes.hpp"
@@ -20,6 +21,8 @@ using transfer::Op;
 constexpr std::size_t kWindow = 1024;
 /// Longest name of a sender of notifications, in bytes.
 constexpr std::size_t kMaxName = 512;
+/// From how many bytes on a transfer takes a lane, if there is one.
+constexpr std::uint64_t kLaneBytes = 64U << 10U;
 /// Most calls of progress in a row, so that posting is not delayed.
 constexpr int kMaxProgress = 64;
 /// Longest wait for a ping to leave this process.
@@ -63,6 +66,12 @@ bool needs_am_rma(const UcxConnection& connection, const transfer::DescriptorPai
            std::any_of(rows.remote.begin(), rows.remote.end(), [&](const Descriptor& row) {
                return !connection.is_one_sided || !connection.regions->find(row, hint).key;
            });
+}
+
+std::uint64_t bytes_of(const transfer::DescriptorPairs& rows) {
+    return std::accumulate(
+        rows.local.begin(), rows.local.end(), std::uint64_t{0},
+        [](std::uint64_t sum, const Descriptor& row) { return sum + row.length; });
 }
 
 class UcxRegistered final : public transfer::Registered {
@@ -160,7 +169,8 @@ UcxDriver::UcxDriver(std::shared_ptr<Context> context, std::string name, capi::E
       threads_(std::make_shared<CopyThreads>(copy_threads)),
       regions_(std::make_shared<LocalRegions>()),
       worker_(std::make_shared<Worker>(context_)),
-      server_(worker_, errors_, regions_) {
+      server_(worker_, errors_, regions_),
+      lanes_(worker_->address(), worker_->event_fd(), token_, regions_) {
     if (name_.size() > kMaxName) {
         throw Error("ConfigError", text("the agent's name has ", name_.size(),
                                         " bytes, more than UCX agents take: ", kMaxName));
@@ -241,7 +251,7 @@ std::unique_ptr<transfer::Registered> UcxDriver::register_memory(
 }
 
 std::string UcxDriver::metadata() {
-    return describe(errors_, token_, worker_->address(), *regions_);
+    return describe(errors_, token_, worker_->address(), lanes_.places(), *regions_);
 }
 
 std::unique_ptr<transfer::Connection> UcxDriver::connect(const std::string& name,
@@ -281,6 +291,11 @@ std::unique_ptr<transfer::Connection> UcxDriver::connect(const std::string& name
     auto connection =
         std::make_unique<UcxConnection>(std::move(endpoint), std::move(regions), name,
                                         description.token, xfers_, std::move(spare), memory);
+    if (!connection->is_one_sided && !memory) {
+        connection->lanes = lanes_.connect(
+            description.lanes, {.token = description.token, .connection = connection->number},
+            process.has_value());
+    }
     // Connects now instead of with the first transfer; from then on the loss of the peer shows.
     connection->send({.kind = AmRmaKind::kPing}, {});
     return connection;
@@ -312,6 +327,9 @@ std::unique_ptr<transfer::NativeXfer> UcxDriver::make(transfer::Connection& conn
         return std::make_unique<CopyXfer>(peer, *regions_, op, rows, threads_);
     }
     if (needs_am_rma(peer, rows)) {
+        if (auto lane = peer.lane(); lane && bytes_of(rows) >= kLaneBytes) {
+            return std::make_unique<LaneXfer>(peer, std::move(lane), *regions_, op, rows);
+        }
         return std::make_unique<AmRmaXfer>(xfers_, peer, *regions_, op, rows);
     }
     return std::make_unique<OneSidedXfer>(peer, *regions_, op, rows);
@@ -333,10 +351,11 @@ bool UcxDriver::receive(std::vector<transfer::Notification>& into) {
                 std::make_move_iterator(inbox_.end()));
     inbox_.clear();
     const bool has_served = server_.serve();
+    const bool has_moved = lanes_.progress();
     if (const auto error = std::exchange(receive_error_, std::nullopt)) {
         throw Error(*error);
     }
-    return rounds > 0 || has_served;
+    return rounds > 0 || has_served || has_moved;
 }
 
 }  // namespace pynixlkv::ucx

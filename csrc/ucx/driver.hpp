@@ -9,6 +9,7 @@
 #include "ucx/am_rma.hpp"
 #include "ucx/copies.hpp"
 #include "ucx/endpoint.hpp"
+#include "ucx/lane.hpp"
 #include "ucx/regions.hpp"
 
 namespace pynixlkv::ucx {
@@ -36,7 +37,7 @@ class UcxDriver final : public transfer::Driver {
                                                const transfer::DescriptorPairs& rows) override;
     void notify(transfer::Connection& connection, const std::string& message) override;
     bool receive(std::vector<transfer::Notification>& into) override;
-    int event_fd() override { return worker_->event_fd(); }
+    int event_fd() override { return lanes_.event_fd(); }
     bool arm() override;
 
   private:
@@ -67,6 +68,7 @@ class UcxDriver final : public transfer::Driver {
     // After the members that its callbacks write to, so that it is destroyed first.
     const std::shared_ptr<Worker> worker_;
     AmRmaServer server_;
+    Lanes lanes_;
 };
 
 }  // namespace pynixlkv::ucx
