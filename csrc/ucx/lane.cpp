@@ -401,7 +401,12 @@ bool ServedLane::send_more() {
     if (chunk_left_ == 0) {
         say(std::exchange(ends_, {}));
         if (!reads_.empty()) {
-            const Read& read = reads_.front();
+            Read& read = reads_.front();
+            std::vector<iovec> first;
+            if (!may_send(read, 1, first)) {
+                end_read();
+                return true;
+            }
             chunk_left_ = std::min(read.flow.left(), kChunkBytes);
             say(bytes_of(LaneHead{LaneHead::kData, 0, read.xfer, chunk_left_}));
         } else if (has_said_all()) {
@@ -412,17 +417,10 @@ bool ServedLane::send_more() {
     std::uint64_t bytes = 0;
     Read* const read = chunk_left_ > 0 ? &reads_.front() : nullptr;
     const std::uint64_t most = std::min(chunk_left_, kCallBytes);
-    if (read != nullptr && read->refusal.empty()) {
-        std::string reason;
-        if (read->flow.gather(pieces, most, [&](const iovec& piece) {
-                return may_move(piece, Op::kRead, reason);
-            }) == 0) {
-            read->refusal = reason;
-        }
-    }
-    if (read != nullptr && !read->refusal.empty()) {
+    if (read != nullptr && !may_send(*read, most, pieces)) {
         // The rest of the chunk was promised.
-        pieces.push_back({const_cast<char*>(zeros.data()), std::min<std::uint64_t>(most, zeros.size())});
+        const std::size_t size = std::min<std::uint64_t>(most, zeros.size());
+        pieces.push_back({const_cast<char*>(zeros.data()), size});
     }
     const Moved moved = send(pieces, bytes);
     if (read == nullptr) {
@@ -434,11 +432,27 @@ bool ServedLane::send_more() {
     read->flow.advance(bytes);
     chunk_left_ -= bytes;
     if (chunk_left_ == 0 && (read->flow.left() == 0 || !read->refusal.empty())) {
-        say_end(read->xfer, read->refusal);
-        num_rows_ -= read->flow.num_rows();
-        reads_.pop_front();
+        end_read();
     }
     return moved != Moved::kNothing;
+}
+
+/// Gather what comes next of a read, as far as it may be sent.
+bool ServedLane::may_send(Read& read, std::uint64_t most, std::vector<iovec>& pieces) const {
+    std::string reason;
+    if (read.refusal.empty() && read.flow.gather(pieces, most, [&](const iovec& piece) {
+            return may_move(piece, Op::kRead, reason);
+        }) == 0) {
+        read.refusal = reason;
+    }
+    return read.refusal.empty();
+}
+
+void ServedLane::end_read() {
+    const Read& read = reads_.front();
+    say_end(read.xfer, read.refusal);
+    num_rows_ -= read.flow.num_rows();
+    reads_.pop_front();
 }
 
 bool ServedLane::receive_more() {
