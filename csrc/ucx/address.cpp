@@ -165,7 +165,8 @@ std::string without_other_processes(std::string_view address, std::string_view o
 
 std::vector<std::string> network_addresses(std::string_view own) {
     std::vector<std::string> addresses;
-    for (const Transport& transport : read_both(own, own).first.value_or(std::vector<Transport>())) {
+    for (const Transport& transport :
+         read_both(own, own).first.value_or(std::vector<Transport>())) {
         // `uct_tcp_device_addr_t` in src/uct/tcp/tcp.h: flags, the family, its address.
         const std::string_view device = transport.device;
         if (transport.name != kTcp || device.size() < 2) {

@@ -79,8 +79,8 @@ void UcxConnection::introduce() {
 
 std::shared_ptr<OwnLane> UcxConnection::lane() {
     std::erase_if(lanes, [](const auto& lane) { return lane->is_broken(); });
-    const auto ready = std::find_if(lanes.begin(), lanes.end(),
-                                    [](const auto& lane) { return lane->is_ready(); });
+    const auto ready =
+        std::find_if(lanes.begin(), lanes.end(), [](const auto& lane) { return lane->is_ready(); });
     if (ready == lanes.end()) {
         return nullptr;
     }

@@ -77,7 +77,9 @@ void CopyThreads::run(std::size_t num_steps, const std::function<void(std::size_
 
 CopyXfer::CopyXfer(UcxConnection& connection, const LocalRegions& local_regions, transfer::Op op,
                    const transfer::DescriptorPairs& rows, std::shared_ptr<CopyThreads> threads)
-    : UcxXfer(connection, local_regions, op, rows), threads_(std::move(threads)), memory_(connection.memory) {
+    : UcxXfer(connection, local_regions, op, rows),
+      threads_(std::move(threads)),
+      memory_(connection.memory) {
     local_.reserve(parts_.size());
     remote_.reserve(parts_.size());
     is_fragile_.reserve(parts_.size());
@@ -153,8 +155,7 @@ void CopyXfer::advance() {
 }
 
 void CopyXfer::fail_with(PeerMemory::Result result) const {
-    const char* call =
-        op_ == transfer::Op::kRead ? "process_vm_readv" : "process_vm_writev";
+    const char* call = op_ == transfer::Op::kRead ? "process_vm_readv" : "process_vm_writev";
     const pid_t process = memory_ ? memory_->process() : 0;
     switch (result) {
         case PeerMemory::Result::kLost:
@@ -163,8 +164,10 @@ void CopyXfer::fail_with(PeerMemory::Result result) const {
                            text(what(), ": process ", process, " no longer has that agent")));
         case PeerMemory::Result::kRefused:
             connection_.memory.reset();  // the next transfer takes another way
-            throw Error("StateError", text(call, " of ", what(), ": the system no longer lets this "
-                                           "process copy memory of process ", process));
+            throw Error("StateError", text(call, " of ", what(),
+                                           ": the system no longer lets this "
+                                           "process copy memory of process ",
+                                           process));
         default:
             throw Error("StateError",
                         text("the local memory, or that of ", what(), ", is no longer mapped"));

@@ -37,7 +37,7 @@ constexpr std::size_t kMaxPlaces = 16;
 constexpr int kEventsOfTurn = 64;
 constexpr std::uint64_t kWorkerEvent = 0;
 
-std::array<char, 64U << 10U> scratch;       // of bytes that nobody wants; never read
+std::array<char, 64U << 10U> scratch;        // of bytes that nobody wants; never read
 const std::array<char, 64U << 10U> zeros{};  // in place of those that are gone
 
 template <class T>
@@ -294,11 +294,12 @@ bool OwnLane::receive_more() {
 bool OwnLane::begin_body() {
     const auto found = xfers_.find(in_.xfer);
     const bool is_end = in_.kind == LaneHead::kEnd;
-    const bool fits = is_end ? in_.bytes <= kMaxReason
-                             : in_.kind == LaneHead::kData && in_.bytes > 0 &&
-                                   (found == xfers_.end() || !found->second->refusal_.empty() ||
-                                    (found->second->op_ == Op::kRead &&
-                                     in_.bytes <= found->second->flow_.left()));
+    const bool fits =
+        is_end
+            ? in_.bytes <= kMaxReason
+            : in_.kind == LaneHead::kData && in_.bytes > 0 &&
+                  (found == xfers_.end() || !found->second->refusal_.empty() ||
+                   (found->second->op_ == Op::kRead && in_.bytes <= found->second->flow_.left()));
     if (!fits) {
         drop();
         return false;
@@ -391,9 +392,8 @@ void ServedLane::say_end(std::uint64_t xfer, std::string_view refusal) {
 
 bool ServedLane::may_move(const iovec& piece, Op op, std::string& reason) const {
     const LocalRegion* region = nullptr;
-    reason = refusal_of(*regions_,
-                        {reinterpret_cast<std::uint64_t>(piece.iov_base), piece.iov_len, 0}, op,
-                        region);
+    reason = refusal_of(
+        *regions_, {reinterpret_cast<std::uint64_t>(piece.iov_base), piece.iov_len, 0}, op, region);
     return reason.empty();
 }
 
@@ -480,9 +480,9 @@ bool ServedLane::receive_more() {
     std::uint64_t bytes = 0;
     Moved moved = Moved::kNothing;
     if (refusal_.empty()) {
-        const std::size_t size =
-            write_.gather(pieces, std::min(in_.bytes, kCallBytes),
-                          [&](const iovec& piece) { return may_move(piece, Op::kWrite, refusal_); });
+        const std::size_t size = write_.gather(
+            pieces, std::min(in_.bytes, kCallBytes),
+            [&](const iovec& piece) { return may_move(piece, Op::kWrite, refusal_); });
         if (size > 0) {
             refusal_.clear();  // of a later piece
             moved = receive(pieces, bytes);

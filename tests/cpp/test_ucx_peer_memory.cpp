@@ -1,4 +1,5 @@
-// Memory of other processes: moved by the kernel, and never that of a process which is not the peer.
+// Memory of other processes: moved by the kernel, and never that of a process which is not the
+// peer.
 #include <linux/sched.h>
 #include <sched.h>
 #include <sys/mman.h>
