@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <numeric>
 #include <utility>
 
 #include "base/bytes.hpp"
@@ -21,8 +20,6 @@ using transfer::Op;
 constexpr std::size_t kWindow = 1024;
 /// Longest name of a sender of notifications, in bytes.
 constexpr std::size_t kMaxName = 512;
-/// From how many bytes on a transfer takes a lane, if there is one.
-constexpr std::uint64_t kLaneBytes = 64U << 10U;
 /// Most calls of progress in a row, so that posting is not delayed.
 constexpr int kMaxProgress = 64;
 /// Longest wait for a ping to leave this process.
@@ -59,19 +56,13 @@ bool can_copy(const UcxConnection& connection, const transfer::DescriptorPairs& 
 }
 
 /// Whether some of these rows of host memory are reached by no transport.
-bool needs_am_rma(const UcxConnection& connection, const transfer::DescriptorPairs& rows) {
+bool needs_lane(const UcxConnection& connection, const transfer::DescriptorPairs& rows) {
     const RemoteRegion* hint = nullptr;
     return connection.may_be_served() && rows.local_memory == Memory::kDram &&
            rows.remote_memory == Memory::kDram &&
            std::any_of(rows.remote.begin(), rows.remote.end(), [&](const Descriptor& row) {
                return !connection.is_one_sided || !connection.regions->find(row, hint).key;
            });
-}
-
-std::uint64_t bytes_of(const transfer::DescriptorPairs& rows) {
-    return std::accumulate(
-        rows.local.begin(), rows.local.end(), std::uint64_t{0},
-        [](std::uint64_t sum, const Descriptor& row) { return sum + row.length; });
 }
 
 class UcxRegistered final : public transfer::Registered {
@@ -169,7 +160,7 @@ UcxDriver::UcxDriver(std::shared_ptr<Context> context, std::string name, capi::E
       threads_(std::make_shared<CopyThreads>(copy_threads)),
       regions_(std::make_shared<LocalRegions>()),
       worker_(std::make_shared<Worker>(context_)),
-      server_(worker_, errors_, regions_),
+      clients_(worker_, errors_),
       lanes_(worker_->address(), worker_->event_fd(), token_, regions_) {
     if (name_.size() > kMaxName) {
         throw Error("ConfigError", text("the agent's name has ", name_.size(),
@@ -180,7 +171,7 @@ UcxDriver::UcxDriver(std::shared_ptr<Context> context, std::string name, capi::E
 }
 
 UcxDriver::~UcxDriver() {
-    server_.close();
+    clients_.close();
     std::atomic_ref(token_).store(0);  // peers of this host no longer copy
 }
 
@@ -191,12 +182,11 @@ void UcxDriver::on_message(std::string_view header, std::string_view data) {
         return;
     }
     try {
-        if (read->kind == AmRmaKind::kOpened || read->kind == AmRmaKind::kData ||
-            read->kind == AmRmaKind::kEnd) {
-            xfers_->on_message(*read, data);
-        } else if (read->token != token_ || read->kind == AmRmaKind::kPing) {
+        if (read->kind == MessageKind::kOpened) {
+            unopened_->erase(read->connection);
+        } else if (read->token != token_ || read->kind == MessageKind::kPing) {
             // A stranger's, or nothing to do.
-        } else if (read->kind == AmRmaKind::kNote) {
+        } else if (read->kind == MessageKind::kNote) {
             ByteReader in(data, "a notification");
             const std::string_view peer = in.get_bytes();
             if (peer.size() > kMaxName) {
@@ -205,7 +195,7 @@ void UcxDriver::on_message(std::string_view header, std::string_view data) {
             }
             inbox_.push_back({std::string(peer), std::string(in.rest())});
         } else {
-            server_.on_message(*read, data);
+            clients_.on_message(*read, data);
         }
     } catch (const std::exception& e) {
         receive_error_ = Error("StateError", text("a peer's message was dropped: ", e.what()));
@@ -290,26 +280,32 @@ std::unique_ptr<transfer::Connection> UcxDriver::connect(const std::string& name
     }
     auto connection =
         std::make_unique<UcxConnection>(std::move(endpoint), std::move(regions), name,
-                                        description.token, xfers_, std::move(spare), memory);
-    if (!connection->is_one_sided && !memory) {
-        connection->lanes = lanes_.connect(
-            description.lanes, {.token = description.token, .connection = connection->number},
-            process.has_value());
-    }
+                                        description.token, unopened_, std::move(spare), memory);
+    connect_lanes(*connection, description, process.has_value());
     // Connects now instead of with the first transfer; from then on the loss of the peer shows.
-    connection->send({.kind = AmRmaKind::kPing}, {});
+    connection->send({.kind = MessageKind::kPing}, {});
     return connection;
+}
+
+void UcxDriver::connect_lanes(UcxConnection& peer, const Description& description, bool is_local) {
+    peer.is_local = is_local;
+    if (peer.may_be_served() && !peer.memory && peer.lanes.empty()) {
+        peer.lanes = lanes_.connect(
+            description.lanes, {.token = description.token, .connection = peer.number}, is_local);
+    }
 }
 
 void UcxDriver::refresh(transfer::Connection& connection, std::string_view metadata) {
     auto& peer = static_cast<UcxConnection&>(connection);
-    peer.refresh(unpack_regions(peer.endpoint, read_description(metadata)));
+    const Description description = read_description(metadata);
+    peer.refresh(unpack_regions(peer.endpoint, description));
+    connect_lanes(peer, description, peer.is_local);
 }
 
 bool UcxDriver::is_alive(transfer::Connection& connection) {
     auto& peer = static_cast<UcxConnection&>(connection);
     try {
-        peer.send({.kind = AmRmaKind::kPing}, {});
+        peer.send({.kind = MessageKind::kPing}, {});
     } catch (const NativeError&) {
         return false;
     }
@@ -326,11 +322,8 @@ std::unique_ptr<transfer::NativeXfer> UcxDriver::make(transfer::Connection& conn
     if (can_copy(peer, rows)) {
         return std::make_unique<CopyXfer>(peer, *regions_, op, rows, threads_);
     }
-    if (needs_am_rma(peer, rows)) {
-        if (auto lane = peer.lane(); lane && bytes_of(rows) >= kLaneBytes) {
-            return std::make_unique<LaneXfer>(peer, std::move(lane), *regions_, op, rows);
-        }
-        return std::make_unique<AmRmaXfer>(xfers_, peer, *regions_, op, rows);
+    if (needs_lane(peer, rows)) {
+        return std::make_unique<LaneXfer>(peer, *regions_, op, rows);
     }
     return std::make_unique<OneSidedXfer>(peer, *regions_, op, rows);
 }
@@ -339,7 +332,7 @@ void UcxDriver::notify(transfer::Connection& connection, const std::string& mess
     ByteWriter out;
     out.put_bytes(name_);
     out.put_raw(message);
-    static_cast<UcxConnection&>(connection).send({.kind = AmRmaKind::kNote}, out.take());
+    static_cast<UcxConnection&>(connection).send({.kind = MessageKind::kNote}, out.take());
 }
 
 bool UcxDriver::receive(std::vector<transfer::Notification>& into) {
@@ -350,7 +343,7 @@ bool UcxDriver::receive(std::vector<transfer::Notification>& into) {
     into.insert(into.end(), std::make_move_iterator(inbox_.begin()),
                 std::make_move_iterator(inbox_.end()));
     inbox_.clear();
-    const bool has_served = server_.serve();
+    const bool has_served = clients_.serve();
     const bool has_moved = lanes_.progress();
     if (const auto error = std::exchange(receive_error_, std::nullopt)) {
         throw Error(*error);

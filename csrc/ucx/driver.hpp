@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "transfer/driver.hpp"
-#include "ucx/am_rma.hpp"
+#include "ucx/clients.hpp"
 #include "ucx/copies.hpp"
 #include "ucx/endpoint.hpp"
 #include "ucx/lane.hpp"
@@ -16,7 +16,7 @@ namespace pynixlkv::ucx {
 
 /// Drives one worker. Host memory of a peer on this host is copied: through a mapping if the peer's
 /// UCX allocated it, else by the kernel where that is allowed. Everything else uses UCX's gets and
-/// puts; where no transport has them, host memory moves by AM-RMA.
+/// puts; where no transport has them, host memory moves through lanes.
 class UcxDriver final : public transfer::Driver {
   public:
     UcxDriver(std::shared_ptr<Context> context, std::string name,
@@ -42,6 +42,7 @@ class UcxDriver final : public transfer::Driver {
 
   private:
     void stay_on_device();
+    void connect_lanes(UcxConnection& peer, const Description& description, bool is_local);
     void on_message(std::string_view header, std::string_view data);
 
     const std::shared_ptr<Context> context_;
@@ -51,7 +52,7 @@ class UcxDriver final : public transfer::Driver {
     /// In the metadata, with its place: peers of this host look at it there.
     std::uint64_t token_ = new_secret();
     const std::shared_ptr<LocalRegions> regions_;
-    const std::shared_ptr<AmRmaXfers> xfers_ = std::make_shared<AmRmaXfers>();
+    const std::shared_ptr<Unopened> unopened_ = std::make_shared<Unopened>();
     /// From the first device memory on, until the worker, which is declared later, has gone.
     struct OnDevice {
         explicit OnDevice(transfer::DeviceContexts& all) : contexts(all) {}
@@ -67,7 +68,7 @@ class UcxDriver final : public transfer::Driver {
     std::optional<Error> receive_error_;
     // After the members that its callbacks write to, so that it is destroyed first.
     const std::shared_ptr<Worker> worker_;
-    AmRmaServer server_;
+    Clients clients_;
     Lanes lanes_;
 };
 

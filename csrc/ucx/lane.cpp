@@ -327,16 +327,25 @@ void OwnLane::end_body() {
     xfer.is_over_ = true;
 }
 
-LaneXfer::LaneXfer(UcxConnection& connection, std::shared_ptr<OwnLane> lane,
-                   const LocalRegions& local_regions, Op op, const transfer::DescriptorPairs& rows)
-    : UcxXfer(connection, local_regions, op, rows), lane_(std::move(lane)) {
+LaneXfer::LaneXfer(UcxConnection& connection, const LocalRegions& local_regions, Op op,
+                   const transfer::DescriptorPairs& rows)
+    : UcxXfer(connection, local_regions, op, rows) {
     for (const Part& part : parts_) {
         flow_.add(part.local, part.length);
     }
 }
 
 LaneXfer::~LaneXfer() {
-    lane_->remove(number_);
+    if (lane_) {
+        lane_->remove(number_);
+    }
+}
+
+void LaneXfer::begin() {
+    lane_ = connection_.lane();
+    if (lane_) {
+        lane_->post(*this);
+    }
 }
 
 void LaneXfer::say_request(const std::function<void(std::string_view)>& say) const {
@@ -351,11 +360,13 @@ void LaneXfer::say_request(const std::function<void(std::string_view)>& say) con
 
 bool LaneXfer::poll() {
     const char* call = op_ == Op::kRead ? "a served read" : "a served write";
-    if (lane_->is_broken()) {
-        throw transfer::ConnectionLost(make_error(Status::kConnectionReset, call, what()));
-    }
     if (has_failed()) {
         fail(call);
+    }
+    if (!lane_) {
+        begin();
+    } else if (lane_->is_broken()) {
+        throw transfer::ConnectionLost(make_error(Status::kConnectionReset, call, what()));
     }
     const bool is_quiet = is_over_ && (op_ == Op::kRead || flow_.left() == 0);
     if (is_quiet && !refusal_.empty()) {
@@ -584,7 +595,7 @@ std::vector<std::shared_ptr<OwnLane>> Lanes::connect(std::string_view places, La
     while (in.num_left() > 0 && lanes.size() < kMaxPlaces) {
         const std::string_view ip = in.get_bytes();
         Place place;
-        if (!place.set(ip, in.get<std::uint16_t>()) || place.is_loopback() != is_local) {
+        if (!place.set(ip, in.get<std::uint16_t>()) || (place.is_loopback() && !is_local)) {
             continue;
         }
         const int fd = new_socket(place.any.sa_family);

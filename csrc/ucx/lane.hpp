@@ -1,7 +1,12 @@
 /// @file
-/// Lanes: connections of TCP beside UCX's, for large transfers of host memory where no transport is
-/// one-sided. The kernel gathers and scatters the rows; nothing is copied in between. As in AM-RMA,
-/// the owner checks its registrations, for every piece that it sends or receives.
+/// Lanes: connections of TCP beside UCX's, for host memory where no transport is one-sided (tcp).
+/// The kernel gathers and scatters the rows; nothing is copied in between. The owner checks its
+/// registrations for every piece that it sends or receives, so that no other memory is reached.
+///
+/// UCX has an emulation too, but ends the owner's process when it cannot answer because the peer
+/// has died: `ucp_request_try_send` in src/ucp/core/ucp_request.inl treats any failure of
+/// `ucp_progress_get_reply` and `ucp_progress_rma_cmpl` in src/ucp/rma/rma_sw.c as fatal (1.18 to
+/// 1.23).
 #pragma once
 
 #include <sys/uio.h>
@@ -221,20 +226,20 @@ class Lanes {
 /// A transfer through a lane.
 class LaneXfer final : public UcxXfer {
   public:
-    LaneXfer(UcxConnection& connection, std::shared_ptr<OwnLane> lane,
-             const LocalRegions& local_regions, transfer::Op op,
+    LaneXfer(UcxConnection& connection, const LocalRegions& local_regions, transfer::Op op,
              const transfer::DescriptorPairs& rows);
     ~LaneXfer() override;
 
-    void post() override { lane_->post(*this); }
+    void post() override { begin(); }
     bool poll() override;
 
   private:
     friend class OwnLane;
+    void begin();
     void say_request(const std::function<void(std::string_view)>& say) const;
 
-    const std::shared_ptr<OwnLane> lane_;
-    std::uint64_t number_ = 0;  ///< from `post` on
+    std::shared_ptr<OwnLane> lane_;  ///< once the connection has one
+    std::uint64_t number_ = 0;       ///< from then on
     Flow flow_;
     bool is_over_ = false;
     std::string refusal_;
