@@ -161,7 +161,8 @@ UcxDriver::UcxDriver(std::shared_ptr<Context> context, std::string name, capi::E
       regions_(std::make_shared<LocalRegions>()),
       worker_(std::make_shared<Worker>(context_)),
       clients_(worker_, errors_),
-      lanes_(worker_->address(), worker_->event_fd(), token_, regions_) {
+      lanes_(worker_->address(), PortRange::read(context_->setting("TCP_PORT_RANGE")),
+             worker_->event_fd(), token_, regions_) {
     if (name_.size() > kMaxName) {
         throw Error("ConfigError", text("the agent's name has ", name_.size(),
                                         " bytes, more than UCX agents take: ", kMaxName));

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -36,6 +37,7 @@ constexpr std::ptrdiff_t kMaxUnknown = 64;
 constexpr std::size_t kMaxPlaces = 16;
 constexpr int kEventsOfTurn = 64;
 constexpr std::uint64_t kWorkerEvent = 0;
+constexpr unsigned kMaxPort = 65535;
 
 std::array<char, 64U << 10U> scratch;        // of bytes that nobody wants; never read
 const std::array<char, 64U << 10U> zeros{};  // in place of those that are gone
@@ -46,20 +48,20 @@ std::string_view bytes_of(const T& value) {
 }
 
 int new_socket(int family) {
-    const int fd = ::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    return fd;
+    return ::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+}
+
+void set_option(int fd, int level, int option, int value) {
+    (void)::setsockopt(fd, level, option, &value, sizeof value);
 }
 
 void set_options(int fd) {
-    const auto set = [fd](int level, int option, int value) {
-        (void)::setsockopt(fd, level, option, &value, sizeof value);
-    };
-    set(IPPROTO_TCP, TCP_NODELAY, 1);
+    set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
     // As UCX does: a host that has vanished is noticed within a quarter of a minute.
-    set(SOL_SOCKET, SO_KEEPALIVE, 1);
-    set(IPPROTO_TCP, TCP_KEEPIDLE, 10);
-    set(IPPROTO_TCP, TCP_KEEPINTVL, 2);
-    set(IPPROTO_TCP, TCP_KEEPCNT, 3);
+    set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+    set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 10);
+    set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 2);
+    set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
 }
 
 /// A socket address out of the bytes of an internet address and a port.
@@ -80,6 +82,9 @@ struct Place {
         size = ip.size() == sizeof v4.sin_addr ? sizeof v4 : sizeof v6;
         return ip.size() == sizeof v4.sin_addr || ip.size() == sizeof v6.sin6_addr;
     }
+    [[nodiscard]] std::uint16_t port() const {
+        return ntohs(any.sa_family == AF_INET ? v4.sin_port : v6.sin6_port);
+    }
     [[nodiscard]] bool is_loopback() const {
         return any.sa_family == AF_INET ? (ntohl(v4.sin_addr.s_addr) >> 24U) == IN_LOOPBACKNET
                                         : IN6_IS_ADDR_LOOPBACK(&v6.sin6_addr);
@@ -93,7 +98,37 @@ struct Place {
     socklen_t size = 0;
 };
 
+/// A socket that listens at an address, on a port of a range; -1 if there is none.
+int listen_at(std::string_view ip, PortRange ports, Place& place) {
+    for (std::uint32_t port = ports.first; port <= ports.last; ++port) {
+        if (!place.set(ip, static_cast<std::uint16_t>(port))) {
+            break;
+        }
+        const int fd = new_socket(place.any.sa_family);
+        set_option(fd, SOL_SOCKET, SO_REUSEADDR, 1);
+        if (::bind(fd, &place.any, place.size) == 0 && ::listen(fd, SOMAXCONN) == 0 &&
+            ::getsockname(fd, &place.any, &place.size) == 0) {
+            return fd;
+        }
+        if (fd >= 0) {
+            ::close(fd);
+        }
+    }
+    return -1;
+}
+
 }  // namespace
+
+PortRange PortRange::read(const std::string& text) {
+    unsigned first = 0;
+    unsigned last = 0;
+    const int count = std::sscanf(text.c_str(), "%u-%u", &first, &last);
+    if (count < 1 || first > kMaxPort || (count == 2 && (last < first || last > kMaxPort))) {
+        return {};
+    }
+    return {static_cast<std::uint16_t>(first),
+            static_cast<std::uint16_t>(count == 2 ? last : first)};
+}
 
 // ---- rows
 
@@ -543,7 +578,7 @@ bool ServedLane::take_request() {
 
 // ---- all
 
-Lanes::Lanes(std::string_view address, int event_fd, const std::uint64_t& token,
+Lanes::Lanes(std::string_view address, PortRange ports, int event_fd, const std::uint64_t& token,
              std::shared_ptr<const LocalRegions> regions)
     : token_(token), regions_(std::move(regions)), epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
     if (epoll_ < 0) {
@@ -553,22 +588,13 @@ Lanes::Lanes(std::string_view address, int event_fd, const std::uint64_t& token,
     ByteWriter out;
     for (const std::string& ip : network_addresses(address)) {
         Place place;
-        if (!place.set(ip, 0)) {
-            continue;
+        const int fd = listen_at(ip, ports, place);
+        if (fd >= 0) {
+            listeners_.push_back(fd);
+            watch(fd, ++last_, EPOLLIN | EPOLLET);
+            out.put_bytes(ip);
+            out.put(place.port());
         }
-        const int fd = new_socket(place.any.sa_family);
-        if (fd < 0) {
-            continue;
-        }
-        if (::bind(fd, &place.any, place.size) != 0 || ::listen(fd, SOMAXCONN) != 0 ||
-            ::getsockname(fd, &place.any, &place.size) != 0) {
-            ::close(fd);  // peers use active messages
-            continue;
-        }
-        listeners_.push_back(fd);
-        watch(fd, ++last_, EPOLLIN);
-        out.put_bytes(ip);
-        out.put(ntohs(place.any.sa_family == AF_INET ? place.v4.sin_port : place.v6.sin6_port));
     }
     first_lane_ = last_ + 1;
     places_ = out.take();
@@ -626,6 +652,7 @@ void Lanes::accept_all(int listener) {
             served_.erase(std::find_if(served_.begin(), served_.end(), is_unknown));
         }
     }
+    is_out_of_files_ |= errno == EMFILE || errno == ENFILE;
 }
 
 bool Lanes::take_events() {
@@ -651,6 +678,9 @@ bool Lanes::take_events() {
 
 bool Lanes::progress() {
     bool worked = take_events();
+    if (std::exchange(is_out_of_files_, false)) {
+        std::for_each(listeners_.begin(), listeners_.end(), [this](int fd) { accept_all(fd); });
+    }
     std::erase_if(served_, [&worked](const auto& entry) {
         worked |= entry.second->progress();
         return entry.second->is_broken();

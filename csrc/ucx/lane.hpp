@@ -185,12 +185,21 @@ class ServedLane final : public Lane {
     std::string ends_;              ///< to be sent after that chunk
 };
 
+/// Ports to listen on; 0 is any that is free.
+struct PortRange {
+    /// UCX_TCP_PORT_RANGE: `first-last`, or one.
+    [[nodiscard]] static PortRange read(const std::string& text);
+
+    std::uint16_t first = 0;
+    std::uint16_t last = 0;
+};
+
 /// All lanes of an agent, and what wakes it for them.
 class Lanes {
   public:
     /// @param address the worker's: lanes use the network addresses that UCX does
     /// @param event_fd the worker's
-    Lanes(std::string_view address, int event_fd, const std::uint64_t& token,
+    Lanes(std::string_view address, PortRange ports, int event_fd, const std::uint64_t& token,
           std::shared_ptr<const LocalRegions> regions);
     Lanes(const Lanes&) = delete;
     Lanes& operator=(const Lanes&) = delete;
@@ -216,6 +225,7 @@ class Lanes {
     const std::shared_ptr<const LocalRegions> regions_;
     const int epoll_;
     std::vector<int> listeners_;
+    bool is_out_of_files_ = false;  ///< peers wait to be accepted
     std::string places_;
     std::uint64_t last_ = 0;  ///< number of what is watched
     std::uint64_t first_lane_ = 0;

@@ -231,3 +231,12 @@ def test_a_lane_that_breaks_ends_its_transfers(owner, theirs, op):
         peer = reader.connect(owner.hello())
         reader.read_descriptors(peer, *everything).wait(WAIT_S)
         assert np.array_equal(here, theirs)
+
+
+def test_lanes_listen_within_the_ports_of_ucx():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        first = free.getsockname()[1]
+    with UcxAgent("a", config=TCP | {"TCP_PORT_RANGE": f"{first}-{first + 50}"}) as agent:
+        hello = agent.hello()
+        (port,) = struct.unpack_from("<H", Hello.unseal(hello).metadata, place_of(hello))
+        assert first <= port <= first + 50
