@@ -77,6 +77,16 @@ void UcxConnection::introduce() {
     }
 }
 
+std::vector<std::string> UcxConnection::transports() const {
+    std::vector<std::string> names = endpoint->transports();
+    if (memory) {
+        names.emplace_back("process_vm");
+    } else if (!lanes.empty()) {
+        names.emplace_back("lane");
+    }
+    return names;
+}
+
 std::shared_ptr<OwnLane> UcxConnection::lane() {
     std::erase_if(lanes, [](const auto& lane) { return lane->is_broken(); });
     const auto ready =

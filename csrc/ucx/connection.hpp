@@ -77,9 +77,8 @@ class UcxConnection final : public transfer::Connection {
         }
     }
 
-    [[nodiscard]] std::vector<std::string> transports() const override {
-        return endpoint->transports();
-    }
+    /// UCX's, and our own for host memory.
+    [[nodiscard]] std::vector<std::string> transports() const override;
     /// Whether the peer may have to take part in transfers of host memory.
     [[nodiscard]] bool may_be_served() const { return !is_one_sided || regions->has_served; }
     [[nodiscard]] bool is_quiet() { return outbox_.num_waiting() == 0; }
