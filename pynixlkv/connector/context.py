@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from pynixlkv.agent import Agent, Peer
-    from pynixlkv.connector.config import ConnectorConfig
-    from pynixlkv.connector.metadata import BlockLists, ReqMeta
+    from pynixlkv.connector.metadata import BlockLists, ConnectorConfig, ReqMeta
     from pynixlkv.connector.staging import DeviceEvent, Direction, HostStaging
     from pynixlkv.connector.stats import ConnectorStats
     from pynixlkv.geometry import Geometry, KVCache

@@ -8,7 +8,7 @@ the word again. The request is received only if the word still is the token at e
 first look shows that the blocks are complete, the second that they were not reused.
 
 Then compare digests of what has arrived with those that the source ranks compute, while they hold
-their blocks (see `pynixlkv.connector.checksums`).
+their blocks (see `pynixlkv.connector.verification`).
 
 Push: ask every source rank to write. Only the source knows when its writes have ended, so a failed
 request keeps its blocks until every rank that was asked has answered or is known to be gone, and a
@@ -25,12 +25,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from pynixlkv.connector import messages
-from pynixlkv.connector.checksums import Verification
 from pynixlkv.connector.leases import status
 from pynixlkv.connector.messages import LeaseStatus
 from pynixlkv.connector.metadata import EndState, KVTransferParams, Lease, ReqMeta
 from pynixlkv.connector.remote_engines import RemoteEngine, RemoteEngineState, RemoteRank
 from pynixlkv.connector.staging import has_completed
+from pynixlkv.connector.verification import Verification
 from pynixlkv.errors import (
     KVCorruptError,
     LeaseExpired,

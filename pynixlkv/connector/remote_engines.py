@@ -17,7 +17,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from pynixlkv.connector import self_test, tp_mapping
+from pynixlkv.connector import tp_mapping, verification
 from pynixlkv.connector.leases import LEASE_GROUP
 from pynixlkv.errors import HandshakeError, PeerLostError, PynixlkvError, RankNotFound, StateError
 from pynixlkv.plan import TransferPlan
@@ -238,7 +238,9 @@ class RemoteEngines:
             if not self._tests:
                 self._num_tests += 1
                 agent, turn = self._ctx.agent, self._num_tests
-                self_test.run(agent, ours, peer, theirs, slices, timeout, turn, self._tests)
+                verification.self_test(
+                    agent, ours, peer, theirs, slices, timeout, turn, self._tests
+                )
         finally:
             for transfer in self._tests:
                 if not transfer.state.is_end:

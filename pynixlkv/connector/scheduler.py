@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pynixlkv.connector.config import ConnectorConfig
 from pynixlkv.connector.leases import LeaseSlots
 from pynixlkv.connector.metadata import (
+    ConnectorConfig,
     ConnectorMetadata,
     KVTransferParams,
     ParallelSizes,

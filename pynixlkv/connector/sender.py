@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from pynixlkv.connector import checksums, messages, tp_mapping
+from pynixlkv.connector import messages, tp_mapping, verification
 from pynixlkv.connector.messages import LeaseStatus
 from pynixlkv.connector.metadata import MAX_READERS
 from pynixlkv.connector.remote_engines import split
@@ -514,8 +514,8 @@ class Sender:
         self._digesting[key] = (
             held,
             self._ctx.compute(
-                partial(checksums.answer, self._ctx, held.meta, message.scopes),
-                checksums.num_bytes(self._ctx, message.scopes),
+                partial(verification.answer, self._ctx, held.meta, message.scopes),
+                verification.num_bytes(self._ctx, message.scopes),
             ),
         )
 

@@ -17,11 +17,16 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from pynixlkv._clock import ObservedClock
-from pynixlkv.connector import messages, self_test
-from pynixlkv.connector.config import ConnectorConfig
+from pynixlkv.connector import messages, verification
 from pynixlkv.connector.context import Peers, WorkerContext
 from pynixlkv.connector.leases import LeaseTable, make_words
-from pynixlkv.connector.metadata import AgentMetadata, ConnectorMetadata, EndState, ParallelSizes
+from pynixlkv.connector.metadata import (
+    AgentMetadata,
+    ConnectorConfig,
+    ConnectorMetadata,
+    EndState,
+    ParallelSizes,
+)
 from pynixlkv.connector.receiver import Receiver, RequestEnd
 from pynixlkv.connector.remote_engines import RemoteEngines
 from pynixlkv.connector.sender import Sender
@@ -180,9 +185,9 @@ class ConnectorWorker:
         staging : HostStaging, optional
             Host memory to stage the cache in, where device memory cannot be registered.
         scratch : KVCache, optional
-            For the self-test: `pynixlkv.connector.self_test.NUM_BLOCKS` blocks, made as `cache`
-            was, which the engine has filled with the pattern by its own means. By default they are
-            made here, and filled by what `cache` says of its layout.
+            For the self-test: `pynixlkv.connector.verification.NUM_SCRATCH_BLOCKS` blocks, made as
+            `cache` was, which the engine has filled with the pattern by its own means. By default
+            they are made here, and filled by what `cache` says of its layout.
 
         Returns
         -------
@@ -200,7 +205,7 @@ class ConnectorWorker:
         if not self._config.self_test:
             scratch = None
         elif scratch is None:
-            scratch = self_test.make_scratch(moved)
+            scratch = verification.make_scratch(moved)
         described = [moved, table.cache]
         if scratch is not None:
             self._agent.register(scratch)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from pynixlkv.connector.config import ConnectorConfig
+from pynixlkv.connector.metadata import ConnectorConfig
 from pynixlkv.errors import ConfigError
 
 if TYPE_CHECKING:

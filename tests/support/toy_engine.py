@@ -15,8 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pynixlkv import KVCache
-from pynixlkv.connector.config import ConnectorConfig
-from pynixlkv.connector.metadata import KVTransferParams, ParallelSizes, RequestInfo
+from pynixlkv.connector.metadata import (
+    ConnectorConfig,
+    KVTransferParams,
+    ParallelSizes,
+    RequestInfo,
+)
 from pynixlkv.connector.scheduler import ConnectorScheduler, GroupSpec
 from pynixlkv.connector.worker import ConnectorWorker, Finished
 from pynixlkv.topology import held_heads, held_layers

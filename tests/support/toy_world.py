@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from toy_engine import Model, Outcome, ToyEngine
 
 from pynixlkv.connector import messages
-from pynixlkv.connector.config import ConnectorConfig
 from pynixlkv.connector.leases import LEASE_GROUP
+from pynixlkv.connector.metadata import ConnectorConfig
 from pynixlkv.errors import HandshakeError
 from pynixlkv.testing import FakeAgent, FakeNetwork
 
