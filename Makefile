@@ -24,7 +24,8 @@ NATIVE_SOURCES := CMakeLists.txt CMakePresets.json pyproject.toml $(wildcard cma
 FORMATTED := $(shell find csrc tests/cpp tests/cuda_stub -name '*.?pp')
 
 .PHONY: help ci build demo test wheel sdist check-wheel test-wheel ci-wheel matrix release-check \
-	test-vllm test-vllm-ci test-vllm-releases matrix-vllm bench-vllm lint typing stubs format tidy asan asan-tests tsan cov \
+	test-vllm test-vllm-ci test-vllm-releases matrix-vllm bench-vllm lint typing stubs format tidy \
+	asan asan-tests tsan soak cov \
 	cov-report docs pages bench gpu-wheels gpu clean
 
 help:  ## this list
@@ -190,6 +191,9 @@ asan-tests: build $(VENV)/.test-deps
 tsan: $(VENV)/.demo-deps  ## C++ tests under the thread sanitizer
 	$(IN_VENV) cmake --preset tsan
 	$(call ctest,tsan)
+
+soak: build $(VENV)/.test-deps  ## random faults for SOAK_SECONDS (300), beside agents that must outlive them
+	PYTHONPATH=tests/support $(PY) -c "import sys; from tests.soak import main; sys.exit(main())"
 
 cov:  ## branch coverage; fails below 100 % on geometry, topology, plan and csrc/kv
 	$(MAKE) PRESET=coverage cov-report
