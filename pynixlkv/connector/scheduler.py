@@ -94,12 +94,9 @@ class ConnectorScheduler:
         Options.
     host_pool : HostBlockPool, optional
         Host blocks for staging, where device memory cannot be registered.
-    recomputed_tokens : int
-        Last tokens of a prompt that this engine computes even if all of it has been fetched. What
-        their computation does not find in its window or its state must not be fetched.
     withheld_tokens : int
-        Last tokens of a prompt that no producer computes for a hand-off, because state cannot go
-        back to an earlier token; at most `recomputed_tokens`.
+        Last tokens of a prompt that producers leave to their consumers, because state and windows
+        cannot go back to an earlier token.
     """
 
     def __init__(
@@ -111,7 +108,6 @@ class ConnectorScheduler:
         parallel: ParallelSizes | None = None,
         config: ConnectorConfig | None = None,
         host_pool: HostBlockPool | None = None,
-        recomputed_tokens: int = 0,
         withheld_tokens: int = 0,
     ) -> None:
         self.engine_id = engine_id
@@ -120,7 +116,6 @@ class ConnectorScheduler:
         self._parallel = parallel or ParallelSizes()
         self._config = config or ConnectorConfig()
         self._host_pool = host_pool
-        self._recomputed_tokens = recomputed_tokens
         self._withheld_tokens = withheld_tokens
         self._block_sizes = tuple(group.block_size for group in self._groups)
         self._common_block = math.lcm(*(g.block_size for g in self._groups if g.block_size))
@@ -197,7 +192,7 @@ class ConnectorScheduler:
         return count, True
 
     def _num_fetchable(self, request: RequestInfo) -> int:
-        count = request.num_prompt_tokens - self._recomputed_tokens
+        count = request.num_prompt_tokens - self._withheld_tokens
         remote = request.params.remote_num_tokens
         if remote is not None:
             if remote > count and any(group.state_tokens for group in self._groups):

@@ -279,14 +279,12 @@ def _kind(name: str, spec: Any) -> CacheKind:  # noqa: ANN401
 def withheld_tokens(kv_cache_config: Any, num_lookahead_tokens: int = 0) -> int:  # noqa: ANN401
     """Return how many of a prompt's last tokens prefill must leave to decode.
 
-    Decode computes the last token of a prompt in any case, and state cannot go back to the one
-    before. Nor can the layers of a draft, which have seen tokens that were not yet accepted.
+    Decode computes the last token of a prompt in any case. State cannot go back to the one before,
+    what a window or a chunk has left behind is freed, and the layers of a draft have seen tokens
+    that were not yet accepted.
     """
-    goes_back = not any(
-        hasattr(spec, "mamba_type") or getattr(spec, "bounded_replay", False)
-        for group in kv_cache_config.transfer_groups
-        for spec in _layer_specs(group).values()
-    )
+    tables = group_specs(kv_cache_config, 1)
+    goes_back = all(table.block_size and not table.is_partial for table in tables)
     return max(0 if goes_back else 1, num_lookahead_tokens - 1)
 
 

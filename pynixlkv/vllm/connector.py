@@ -137,9 +137,6 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 parallel=self._parallel,
                 config=self._settings,
                 host_pool=HostBlockPool([host_blocks] * len(groups)) if host_blocks else None,
-                recomputed_tokens=max(
-                    self._withheld, *(1 if group.is_partial else 0 for group in groups)
-                ),
                 withheld_tokens=self._withheld,
             )
 

@@ -379,9 +379,10 @@ def test_the_table_of_each_kind_is_read_by_its_rule(kind):
 
 
 @pytest.mark.parametrize(
-    ("spec", "withheld"), [(full(), 0), (sliding(), 0), (TABLES["state"][0], 1)]
+    ("spec", "withheld"),
+    [(full(), 0), (sliding(), 1), (TABLES["chunk"][0], 1), (TABLES["state"][0], 1)],
 )
-def test_prefill_leaves_a_token_to_decode_where_state_cannot_go_back(spec, withheld):
+def test_prefill_leaves_a_token_to_decode_where_the_cache_cannot_go_back(spec, withheld):
     assert withheld_tokens(config((names(0), spec))) == withheld
     assert withheld_tokens(config((names(0), spec)), 4) == 3
 
@@ -521,12 +522,10 @@ class StateEngine:
 
 
 @pytest.mark.parametrize("layouts", ["SD SD", "DS DS", "SD DS"])
-@pytest.mark.parametrize(
-    ("producers", "consumers"), [(1, 1), (2, 2), (1, 4), (4, 1), (2, 4), (4, 2)]
-)
+@pytest.mark.parametrize("sizes", [(1, 4), (4, 2)])
 @pytest.mark.parametrize("name", STATES)
-def test_state_arrives_whole_between_any_ranks(name, producers, consumers, layouts, monkeypatch):
-    theirs, ours = layouts.split()
+def test_state_arrives_whole_between_any_ranks(name, sizes, layouts, monkeypatch):
+    (producers, consumers), (theirs, ours) = sizes, layouts.split()
     source = StateEngine(name, producers, theirs, monkeypatch, seed=1)
     target = StateEngine(name, consumers, ours, monkeypatch)
     move(target.geometries, source.geometries, ([7], [4]))
@@ -642,9 +641,10 @@ def test_packed_data_and_scales_arrive_with_their_heads_between_any_ranks(order,
 
 @pytest.mark.parametrize("other", [("HND", 1), ("NHD", 2)], ids=["order", "TP size"])
 def test_packed_data_with_tokens_outside_heads_meets_its_like_only(other):
-    ours, (order, tp) = Nvfp4Engine(1, "NHD"), other
+    order, tp = other
+    sides = Nvfp4Engine(tp, order).geometries[0], Nvfp4Engine(1, "NHD").geometries[0]
     with pytest.raises(PlanError, match="the token axis is opaque"):
-        TransferPlan(ours.geometries[0], Nvfp4Engine(tp, order).geometries[0])
+        TransferPlan(*sides)
 
 
 def test_states_of_several_tokens_arrive_between_unlike_blocks():
