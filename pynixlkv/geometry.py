@@ -716,6 +716,16 @@ class KVCache(Uncopied):
         """Memory to register with an agent; the cache holds the tensors."""
         return self.geometry.spans
 
+    def with_tables(self, tables: Mapping[str, str]) -> KVCache:
+        """Return this cache with other block tables, by group name."""
+        return KVCache(
+            self._arrays,
+            [
+                msgspec.structs.replace(group, table=tables.get(group.name, group.table))
+                for group in self.geometry.groups
+            ],
+        )
+
     def owner_of(self, region: Region, element_bytes: int) -> object:
         """Return the tensor that holds a region; groups may share memory, as other elements."""
         fitting = [

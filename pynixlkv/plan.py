@@ -155,15 +155,12 @@ class TransferPlan:
         "max_bytes",
         "memory",
         "remote",
-        "remote_groups",
     )
 
     local: Geometry
     remote: Geometry
     groups: tuple[str, ...]
     """Names of the local groups that move, in the plan's order."""
-    remote_groups: tuple[str, ...]
-    """Names of the remote groups that they meet."""
     max_bytes: int | None
     memory: tuple[MemoryType, MemoryType]
     """Kind of memory of the local and the remote side."""
@@ -192,7 +189,6 @@ class TransferPlan:
         wanted = None if layers is None else _numbers("layers", layers)
         self._pairs = _pair_groups(local.select(self.groups), remote.groups, wanted)
         sides = [[pair[i] for pair in self._pairs] for i in range(2)]
-        self.remote_groups = tuple(dict.fromkeys(group.name for group in sides[1]))
         if self._heads is not None:
             _check_heads(sides, self._heads)
         if wanted is not None:
@@ -221,6 +217,11 @@ class TransferPlan:
     def __repr__(self) -> str:
         local, remote = self.memory
         return f"<TransferPlan {', '.join(self.groups)}: {local.name}, {remote.name}>"
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Names of the local and remote groups that meet; a group may meet several."""
+        return [(here.name, there.name) for here, there, _ in self._pairs]
 
     def tables(
         self,

@@ -56,7 +56,7 @@ def answer(ctx: WorkerContext, meta: ReqMeta, scopes: Sequence[DigestScope]) -> 
     count = sum(math.prod(scope.shape) for scope in scopes)
     if count > messages.MAX_DIGESTS:
         raise PlanError(f"{count} digests are wanted; at most {messages.MAX_DIGESTS} fit an answer")
-    if len({(scope.group, scope.heads) for scope in scopes}) < len(scopes):
+    if len({(scope.group, scope.heads, scope.layers) for scope in scopes}) < len(scopes):
         raise PlanError("digests of the same heads of a group are wanted twice")
     tables, starts = ctx.tables_by_group(
         ctx.cache, meta.host_blocks or meta.blocks, meta.starts, meta.block_sizes
@@ -101,7 +101,7 @@ class Verification:
         config, groups = self._ctx.config, self._ctx.cache.groups
         fraction = config.checksum_fraction if config.checksums == "sampled" else 1.0
         # Larger units where the digests of blocks would be too many for an answer.
-        rows = sum(len(g.layers) * (1 + g.has_values) * len(g.heads) for g in groups)
+        rows = sum(len(g.layers) * g.planes * len(g.heads) for g in groups)
         wanted = 2 * rows * num_tokens * max(fraction, 1 / 64) / messages.MAX_DIGESTS
         unit = None
         if wanted > min(g.block_tokens for g in groups):
@@ -117,10 +117,14 @@ class Verification:
                     g.name: np.zeros(
                         -(-num_tokens // g.block_tokens)
                         if g.block_size
-                        else len(np.asarray(self._tables[g.name])),
+                        else len(np.asarray(self._tables[name])),
                         np.int64,
                     )
-                    for g in source.geometry.select(plan.groups)
+                    for g, name in zip(
+                        source.geometry.select(name for _, name in plan.pairs),
+                        (name for name, _ in plan.pairs),
+                        strict=True,
+                    )
                 },
                 num_tokens=num_tokens,
                 local_start={name: self._starts[name] for name in plan.groups},

@@ -414,11 +414,11 @@ class Receiver:
                 producer.peer,
                 plan,
                 {name: local[name] for name in wanted},
-                {name: theirs[name] for name in wanted},
+                {name: theirs[name] for _, name in plan.pairs},
                 timeout=max(request.deadline - now, _POLL_S),
                 num_tokens=dict.fromkeys(wanted, meta.num_tokens),
                 local_start={name: local_starts[name] for name in wanted},
-                remote_start={name: their_starts[name] for name in wanted},
+                remote_start={name: their_starts[name] for _, name in plan.pairs},
             )
             source.running.append(transfer)
             request.transfers.append(transfer)

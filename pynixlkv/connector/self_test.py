@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from pynixlkv.digest import as_torch
 from pynixlkv.errors import IncompatibleLayoutError, KVCorruptError
-from pynixlkv.geometry import Axis, KVCache, _read_array
+from pynixlkv.geometry import Axis, KVCache, _read_array, meetings
 from pynixlkv.plan import TransferPlan
 from pynixlkv.types import MemoryType
 
@@ -121,36 +121,48 @@ def run(
     TransferError
         If nothing arrives.
     """
-    ours, other = ({g.name: g for g in side.groups} for side in (scratch.geometry, theirs))
     wrong: dict[str, KVCorruptError] = {}
     for piece in slices:
-        layers = {
-            name: {*piece.layers} & {*ours[name].layers} & {*other[name].layers}
-            for name in piece.groups
-            if name in ours and name in other
-        }
-        names = [name for name in layers if layers[name]]
-        if not names:
+        met = [
+            (here, there, {*piece.layers} & {*layers})
+            for here, there, layers in meetings(scratch.geometry.groups, theirs.groups)
+            if here.name in piece.groups and {*piece.layers} & {*layers}
+        ]
+        if not met:
             continue
         plan = TransferPlan(
             scratch.geometry,
             theirs,
-            groups=names,
+            groups=dict.fromkeys(here.name for here, _, _ in met),
             heads=piece.heads,
-            layers=set().union(*layers.values()),
+            layers=set().union(*(layers for _, _, layers in met)),
         )
-        num_tokens = {n: min(ours[n].block_tokens, other[n].block_tokens) for n in names}
-        pattern = [{name: [i] for name in names} for i in range(NUM_BLOCKS)]
-        here = [pattern[len(AXES) + (i + turn) % len(AXES)] for i in range(len(AXES))]
+        # The pattern numbers the heads as one side does.
+        renumbered = {here.kind for here, there, _ in met if here.kv_heads != there.kv_heads}
+        num_tokens: dict[str, int] = {}
+        for here, there, _ in met:
+            tokens = num_tokens.get(here.name, here.block_tokens)
+            num_tokens[here.name] = min(tokens, there.block_tokens)
+        pattern, remote = (
+            [{pair[side]: [i] for pair in plan.pairs} for i in range(NUM_BLOCKS)]
+            for side in range(2)
+        )
+        places = [pattern[len(AXES) + (i + turn) % len(AXES)] for i in range(len(AXES))]
         begun = [
             agent.read(peer, plan, *tables, timeout=timeout, num_tokens=num_tokens)
-            for tables in zip(here, pattern, strict=False)
+            for tables in zip(places, remote, strict=False)
         ]
         reads += begun
         for transfer in begun:
             transfer.wait(timeout)
-        for axis, arrived, block in zip(AXES, here, pattern, strict=False):
-            scopes = plan.digest_scopes(arrived, block, num_tokens=num_tokens)
+        for axis, arrived, block, block_there in zip(
+            AXES, places, pattern, remote, strict=False
+        ):
+            scopes = [
+                scope
+                for scope in plan.digest_scopes(arrived, block_there, num_tokens=num_tokens)
+                if axis != "head" or scope.group not in renumbered
+            ]
             expected = scratch.digest(block, scopes=scopes)
             try:
                 scratch.digest(arrived, scopes=scopes).check(expected, peer=peer.name)
