@@ -266,8 +266,7 @@ class TransferPlan:
             _per_group("remote_start", remote_start, sides[1], 0),
         )
         return [
-            _group_tables(group, *values)
-            for group, *values in zip(sides[0], *columns, strict=True)
+            _group_tables(group, *values) for group, *values in zip(sides[0], *columns, strict=True)
         ]
 
     def descriptors(
@@ -496,7 +495,9 @@ class TransferPlan:
         cache.digest(blocks, start=start, scopes=expected).check(digest, peer=peer)
 
 
-def _per_group(what: str, value: Mapping[str, _T] | _T, groups: list[Group], default: _T) -> list[_T]:
+def _per_group(
+    what: str, value: Mapping[str, _T] | _T, groups: list[Group], default: _T
+) -> list[_T]:
     """Return what is given for each group; a mapping has some of the groups."""
     if not isinstance(value, Mapping):
         return [value] * len(groups)

@@ -32,7 +32,13 @@ from pynixlkv.connector.worker import ConnectorWorker, Finished
 from pynixlkv.errors import ConfigError, ContentMismatch, PynixlkvError
 from pynixlkv.handshake import Handshake
 from pynixlkv.vllm import log_as_vllm, releases
-from pynixlkv.vllm.caches import ParallelPlace, group_specs, kv_cache, layer_number
+from pynixlkv.vllm.caches import (
+    ParallelPlace,
+    group_specs,
+    kv_cache,
+    layer_number,
+    withheld_tokens,
+)
 from pynixlkv.vllm.content import content_digest, numbers_features
 from pynixlkv.vllm.facts import compatibility, fp8_format
 from pynixlkv.vllm.host import BlockCopy, work_so_far
@@ -143,6 +149,8 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._is_step_begun = False
         self._content = partial(content_digest, hash_features=numbers_features(vllm_config))
         groups = group_specs(kv_cache_config, self._dcp)  # refuses unsupported kinds of cache
+        self._withheld = withheld_tokens(kv_cache_config, vllm_config.num_prefill_lookahead_tokens)
+        self._check_settings(has_state=any(group.block_size == 0 for group in groups))
         if role is KVConnectorRole.SCHEDULER:
             host_blocks = self._num_host_blocks()
             self._scheduler = ConnectorScheduler(
@@ -151,6 +159,21 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 parallel=self._parallel,
                 config=self._settings,
                 host_pool=HostBlockPool([host_blocks] * len(groups)) if host_blocks else None,
+                withheld_tokens=self._withheld,
+            )
+
+    def _check_settings(self, *, has_state: bool) -> None:
+        """Refuse settings under which the cache cannot be moved right."""
+        if self._options.layerwise and has_state:
+            raise ConfigError(
+                "layerwise is set, but the model has state, which every chunk of a prompt "
+                "overwrites; leave layerwise out"
+            )
+        pcp = self._vllm_config.parallel_config.prefill_context_parallel_size
+        if pcp > 1:
+            raise ConfigError(
+                f"prefill_context_parallel_size is {pcp}; PyNixlKVConnector moves the caches of "
+                "tensor, pipeline and decode context parallelism only. Use 1"
             )
 
     def _num_host_blocks(self) -> int:
@@ -226,6 +249,8 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def on_new_request(self, request: Request) -> None:
         """Keep the request's lease alive while it is queued."""
+        if self._withheld and (request.kv_transfer_params or {}).get("do_remote_decode"):
+            _withhold(request, self._withheld)
         try:
             self._side.on_new_request(self._info(request))
         except Exception as error:
@@ -592,6 +617,20 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Ask for heads outside tokens, so that a slice of the heads is contiguous in a block."""
         model = vllm_config.model_config
         return None if model is None or model.use_mla else releases.heads_before_tokens()
+
+
+def _withhold(request: Request, num_tokens: int) -> None:
+    """Leave the last tokens of a prompt to decode."""
+    # A request for the probabilities of its prompt is computed whole here, and again by decode.
+    if request.num_prompt_tokens <= num_tokens or request.get_skip_reading_prefix_cache():
+        return
+    if request.prompt_token_ids is not None:  # perhaps shared with other samples
+        request.prompt_token_ids = request.prompt_token_ids[:-num_tokens]
+    if request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:-num_tokens]
+    del request._all_token_ids[-num_tokens:]
+    request.num_prompt_tokens -= num_tokens
+    request.max_tokens = 1  # a further step would change the state
 
 
 def _for_samples(params: KVTransferParams, request_id: str) -> KVTransferParams:
