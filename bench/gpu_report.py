@@ -40,7 +40,7 @@ def parts(device):
             "Conformance, kills, contexts and kinds of device memory",
             (*PYTEST, "tests/cuda", "-m", "not stub"),
             1800,
-            ("-k", "TestUcx and (test_reads or test_a_killed) or test_threads"),
+            ("-k", "not Host and (test_read_moves or test_killed_after) or test_threads_of"),
         ),
         Part("Blocks of two processes, every byte compared", (*PYTEST, "tests/gpu"), 1800),
         Part(
