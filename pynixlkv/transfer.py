@@ -110,7 +110,11 @@ class Peer(Uncopied):
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """UCX's transports to it, such as ``cuda_ipc``; empty under NIXL, which does not say."""
+        """UCX's transports to it, such as ``cuda_ipc``; empty under NIXL, which does not say.
+
+        Those of `UcxAgent` for host memory: ``process_vm``, vectored copies by the kernel, or
+        ``lane``, a connection of TCP.
+        """
         return tuple(self._native.transports)
 
     @property

@@ -314,13 +314,14 @@ void bind_transfer(py::module_ m) {
     m.def(
         "ucx_agent",
         [](const std::string& name, const Bytes& incarnation, const Shared<ucx::Context>& context,
-           bool error_handling) {
+           bool error_handling, std::size_t copy_threads) {
             const auto mode = error_handling ? ucx::capi::kErrorPeer : ucx::capi::kErrorNone;
-            return start(name, incarnation, [context = context.ptr(), name, mode] {
-                return std::make_unique<ucx::UcxDriver>(context, name, mode);
+            return start(name, incarnation, [context = context.ptr(), name, mode, copy_threads] {
+                return std::make_unique<ucx::UcxDriver>(context, name, mode, copy_threads);
             });
         },
-        py::arg("name"), py::arg("incarnation"), py::arg("context"), py::arg("error_handling"));
+        py::arg("name"), py::arg("incarnation"), py::arg("context"), py::arg("error_handling"),
+        py::arg("copy_threads"));
 }
 
 }  // namespace pynixlkv::bindings

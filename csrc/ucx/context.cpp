@@ -64,9 +64,8 @@ Context::Context(std::shared_ptr<const Library> library, ConfigMap config)
     library_->check(
         library_->fn().init_version(capi::kApiMajor, capi::kApiMinor, &params, raw, &handle),
         "ucp_init", [this] {
-            const auto tls = config_.find("TLS");
-            const char* used = tls != config_.end() ? tls->second.c_str() : std::getenv("UCX_TLS");
-            return text("starting UCX with UCX_TLS=", used != nullptr ? used : "all");
+            const std::string tls = setting("TLS");
+            return text("starting UCX with UCX_TLS=", tls.empty() ? "all" : tls);
         });
     UniqueHandle context(handle, library_->fn().cleanup);
     capi::ContextAttr attr{};
@@ -75,6 +74,14 @@ Context::Context(std::shared_ptr<const Library> library, ConfigMap config)
                     [] { return "asking for the types of memory"; });
     memory_types_ = attr.memory_types;
     handle_ = context.release();
+}
+
+std::string Context::setting(const std::string& name) const {
+    if (const auto found = config_.find(name); found != config_.end()) {
+        return found->second;
+    }
+    const char* value = std::getenv(("UCX_" + name).c_str());
+    return value != nullptr ? value : "";
 }
 
 Context::~Context() {

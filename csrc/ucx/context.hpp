@@ -35,6 +35,8 @@ class Context : LiveCounted<Context> {
     [[nodiscard]] const Library& library() const noexcept { return *library_; }
     [[nodiscard]] capi::Context handle() const noexcept { return handle_; }
     [[nodiscard]] const ConfigMap& config() const noexcept { return config_; }
+    /// A setting that was made here or in the environment; empty if there is none.
+    [[nodiscard]] std::string setting(const std::string& name) const;
     /// Whether UCX can move memory of a type here.
     [[nodiscard]] bool moves(capi::MemoryType type) const noexcept {
         return ((memory_types_ >> static_cast<unsigned>(type)) & 1U) != 0;

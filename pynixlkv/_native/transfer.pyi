@@ -153,5 +153,9 @@ def nixl_agent(
     progress_delay_us: typing.SupportsInt | typing.SupportsIndex,
 ) -> Agent: ...
 def ucx_agent(
-    name: str, incarnation: bytes, context: pynixlkv._native.ucx.Context, error_handling: bool
+    name: str,
+    incarnation: bytes,
+    context: pynixlkv._native.ucx.Context,
+    error_handling: bool,
+    copy_threads: typing.SupportsInt | typing.SupportsIndex,
 ) -> Agent: ...

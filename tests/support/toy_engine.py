@@ -173,7 +173,8 @@ class ToyRequest:
     prompt: int
     blocks: list[int]
     num_computed: int = 0
-    sent_by: int = 0
+    until: int = 0
+    """Its KV is here, or arrives, up to this position."""
 
 
 @dataclass
@@ -346,8 +347,17 @@ class ToyEngine:
         self.scheduler.update_state_after_alloc(
             request.info, (tuple(request.blocks),), num_computed, count
         )
-        request.num_computed = num_computed
+        request.num_computed, request.until = num_computed, num_computed + count
         return count
+
+    def go_on(self, request_id: str, until: int, begin: int | None = None) -> None:
+        """Compute a request up to a position, by default from what is there of it."""
+        request = self.requests[request_id]
+        tokens = range(request.until if begin is None else begin, until)
+        request.blocks += self.allocate(until, len(request.blocks))
+        for rank in self.ranks:
+            rank.write(request.prompt, request.blocks, tokens)
+        request.num_computed = request.until = until
 
     def finish(self, request_id: str) -> None:
         """End a request of a consumer, whatever it is at."""
@@ -362,9 +372,10 @@ class ToyEngine:
         self.free += self.requests.pop(request_id).blocks
 
     def holds(self, request_id: str) -> bool:
-        """Whether all ranks have the right KV of a request."""
+        """Whether all ranks have the right KV of a request, or of what is fetched of a turn."""
         request = self.requests[request_id]
-        tokens = range(request.info.num_prompt_tokens)
+        is_turn = request.info.params.do_remote_decode
+        tokens = range(request.until if is_turn else request.info.num_prompt_tokens)
         return all(rank.holds(request.prompt, request.blocks, tokens) for rank in self.ranks)
 
     # ---- steps
