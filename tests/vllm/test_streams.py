@@ -74,7 +74,8 @@ def test_fences_are_after_all_that_vllm_has_launched(loads_first, monkeypatch):
     connector = PyNixlKVConnector.__new__(PyNixlKVConnector)
     connector._worker, connector._device = worker, torch.device("cuda", CARD)
     connector._layer_numbers = {"layers.0": 0, "layers.1": 1}
-    connector._failing, connector._not_sent, connector._connector_metadata = {}, set(), None
+    connector._failing, connector._not_sent, connector._invalid = {}, set(), set()
+    connector._connector_metadata = None
     monkeypatch.setattr(connector, "get_kv_connector_stats", lambda: None)
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
     monkeypatch.setattr(model_runner, "get_forward_context", lambda: None)
