@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from pynixlkv.connector.metadata import ParallelSizes
 from pynixlkv.connector.scheduler import GroupSpec, cut_table
 from pynixlkv.connector.tp_mapping import transfer_slices
-from pynixlkv.errors import KVCorruptError
+from pynixlkv.errors import KVCorruptError, LayoutError, PlanError
 from pynixlkv.geometry import Geometry, KVCache, Part
 from pynixlkv.plan import TransferPlan
 from pynixlkv.topology import held_heads
@@ -503,3 +503,110 @@ def test_digests_find_one_wrong_element_of_any_kind(name: str) -> None:
     tensors.array(key)[index] ^= 1
     with pytest.raises(KVCorruptError, match=f"layer {identity[0]}"):
         rank.cache.digest(tables, start=starts).check(clean)
+
+
+def zeros(*shape: int) -> dict[str, np.ndarray]:
+    return {"0": np.zeros(shape, np.uint8)}
+
+
+def state(group: str = "state", **options) -> KVCache:
+    return KVCache.from_tensors(zeros(4, 8), axes="BD", kv_heads=None, group=group, **options)
+
+
+def pages(group: str = "kv", block_size: int = 4, **options) -> KVCache:
+    options = {"kv_heads": 2, **options}
+    return KVCache.from_tensors(zeros(4, 2, block_size, 8), axes="BHND", group=group, **options)
+
+
+def parts_of(*sizes: int, tensor: np.ndarray, axes: str = "BP", letters: str = "D") -> KVCache:
+    parts = [Part(str(i), letters, {"D": size}, None) for i, size in enumerate(sizes)]
+    return KVCache.from_parts({"0": tensor}, axes=axes, parts=parts)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: parts_of(3, 4, tensor=np.zeros((4, 8))), "P has 8 elements, the parts .* 7"),
+        (lambda: parts_of(3, 6, tensor=np.zeros((4, 8))), r"shape \(6,\) from 3 on does not fit"),
+        (lambda: parts_of(8, tensor=np.zeros((4, 8)), axes="BD"), "expected one dimension P"),
+        (
+            lambda: parts_of(8, tensor=np.zeros((2, 4, 2)), axes="PBP"),
+            "expected one dimension P",
+        ),
+        (
+            lambda: parts_of(8, tensor=np.zeros((4, 2, 8))[..., :4], axes="BPP"),
+            "is not contiguous in dimensions 1 to 2, which hold parts",
+        ),
+        (
+            lambda: parts_of(8, tensor=np.zeros((4, 8)), letters="ND"),
+            "part '0' has axes 'ND' .*expected a size for each letter but H",
+        ),
+        (lambda: state(tokens_per_state=4), "tokens_per_state needs a token axis"),
+        (lambda: pages(tokens_per_state=0), "cannot be sent|tokens per state is 0"),
+        (
+            lambda: pages(tokens_per_state=2, dcp=(0, 2)),
+            "a state of 2 tokens cannot be dealt to 2 context ranks",
+        ),
+        (lambda: pages(has_exact_heads=False), "kv_heads is 2, an upper bound; expected tp=1"),
+        (
+            lambda: KVCache.combine(pages("a", kind="kv"), pages("b", kind="kv")),
+            "groups 'a' and 'b' both hold 'kv' of layer 0",
+        ),
+        (
+            lambda: KVCache.combine(pages(), state(table="kv")),
+            "'state' shares table 'kv', but of the two only one has a token axis",
+        ),
+    ],
+)
+def test_what_cannot_be_described_is_refused(make, text: str) -> None:
+    with pytest.raises(LayoutError, match=text):
+        make()
+
+
+def test_groups_of_one_table_are_at_different_bytes() -> None:
+    memory = np.zeros((4, 8), np.uint8)
+    options = {"axes": "BD", "kv_heads": None, "table": "t"}
+    halves = [
+        KVCache.from_tensors({"0": memory[:, at : at + 4]}, group=str(at), **options)
+        for at in (0, 2)
+    ]
+    with pytest.raises(LayoutError, match="overlap in memory, and their groups share a block tab"):
+        KVCache.combine(*halves)
+
+
+def test_attention_and_the_parts_of_state_lie_in_one_pool() -> None:
+    memory = np.zeros((4, 32), np.uint8)
+    parts = [Part("x", "D", {"D": 24}, None), Part("B", "D", {"D": 8}, None)]
+    cache = KVCache.combine(
+        KVCache.from_tensors({"0": memory.reshape(4, 4, 8)}, axes="BND", kv_heads=None),
+        KVCache.from_parts({"1": memory}, axes="BP", parts=parts, group="conv", layers=[1]),
+    ).geometry
+    other = np.ones((8, 32), np.uint8)
+    theirs = KVCache.combine(
+        KVCache.from_tensors({"0": other[:4].reshape(4, 4, 8)}, axes="BND", kv_heads=None),
+        KVCache.from_parts({"1": other[4:]}, axes="BP", parts=parts, group="conv", layers=[1]),
+    ).geometry
+    plan = TransferPlan(cache, theirs)
+    apply(*plan.descriptors({"kv": [1], "conv": [3]}, {"kv": [0], "conv": [2]}))
+    assert memory.sum(axis=1).tolist() == [0, 32, 0, 32]
+    for tables in ({"kv": [1], "conv": [1]}, {"kv": [1], "conv": [2, 2]}):
+        with pytest.raises(PlanError, match="would be written twice"):
+            plan.descriptors(tables, {"kv": [0], "conv": [2, 3][: len(tables["conv"])]})
+
+
+def test_what_the_two_sides_mean_by_a_group_must_agree() -> None:
+    whole = pages(kv_heads=2).geometry
+    for other, text in (
+        (pages(tokens_per_state=2).geometry, "kv.tokens_per_state is 1 here and 2 there"),
+        (pages(kv_heads=4, tp=(0, 2)).geometry, "kv.kv_heads is 2 here and 4 there"),
+    ):
+        with pytest.raises(PlanError, match=text):
+            TransferPlan(whole, other)
+
+
+def test_one_table_is_of_blocks_of_one_size() -> None:
+    cache = KVCache.combine(pages("a", table="t"), pages("b", block_size=2, table="t")).geometry
+    plan = TransferPlan(cache, cache)
+    plan.descriptors({"a": [1], "b": [1, 2]}, {"t": [1], "b": [0, 3]})
+    with pytest.raises(PlanError, match="groups 'a' and 'b', whose blocks hold 4 and 2 tokens"):
+        plan.descriptors([1], [1])
