@@ -175,9 +175,7 @@ class Group(msgspec.Struct, frozen=True):
             return self
         start = held_heads(*self.tp, kv_heads).start
         regions = tuple(
-            msgspec.structs.replace(
-                region, head=msgspec.structs.replace(region.head, start=start)
-            )
+            msgspec.structs.replace(region, head=msgspec.structs.replace(region.head, start=start))
             for region in self.regions
         )
         return msgspec.structs.replace(

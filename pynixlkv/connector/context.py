@@ -110,6 +110,11 @@ class WorkerContext:
                 tables[group.name] = physical_blocks(blocks[index], size // group.block_tokens)
         return tables, begins
 
+    def local_tables(self, meta: ReqMeta) -> tuple[dict[str, ArrayLike], dict[str, int]]:
+        """Return `tables_by_group` of a request's blocks in `kv`."""
+        blocks = meta.host_blocks or meta.blocks
+        return self.tables_by_group(self.cache, blocks, meta.starts, meta.block_sizes)
+
     def stage(self, direction: Direction, meta: ReqMeta) -> DeviceEvent | None:
         """Start to copy a request between device and host; None if it has no host blocks."""
         if self.staging is None or meta.host_blocks is None:

@@ -81,10 +81,7 @@ def answer(ctx: WorkerContext, meta: ReqMeta, scopes: Sequence[DigestScope]) -> 
         raise PlanError(f"{count} digests are wanted; at most {messages.MAX_DIGESTS} fit an answer")
     if len({(scope.group, scope.heads, scope.layers) for scope in scopes}) < len(scopes):
         raise PlanError("digests of the same heads of a group are wanted twice")
-    tables, starts = ctx.tables_by_group(
-        ctx.cache, meta.host_blocks or meta.blocks, meta.starts, meta.block_sizes
-    )
-    return [each.data for each in _compute(ctx, scopes, tables, starts).groups]
+    return [each.data for each in _compute(ctx, scopes, *ctx.local_tables(meta)).groups]
 
 
 def _compute(
@@ -107,9 +104,7 @@ class Verification:
     ) -> None:
         self._ctx = ctx
         self._request_id = request_id
-        self._tables, self._starts = ctx.tables_by_group(
-            ctx.cache, meta.host_blocks or meta.blocks, meta.starts, meta.block_sizes
-        )
+        self._tables, self._starts = ctx.local_tables(meta)
         self._seed = secrets.randbits(62)
         self.scopes = {
             source: scopes for source in sources if (scopes := self._draw(source, meta.num_tokens))

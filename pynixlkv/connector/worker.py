@@ -161,7 +161,7 @@ class ConnectorWorker:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._executors: list[ThreadPoolExecutor] = []
-        self._engines: RemoteEngines | None = None
+        self._has_cache = False
 
     # ---- once
 
@@ -194,7 +194,7 @@ class ConnectorWorker:
         AgentMetadata
             For the engine's handshake.
         """
-        if self._engines is not None:
+        if self._has_cache:
             raise StateError("register_kv_caches was called before; a worker has one cache")
         moved = cache if staging is None else staging.host_cache
         if block_table_index is None:
@@ -236,6 +236,7 @@ class ConnectorWorker:
         self._engines = RemoteEngines(ctx, self._fetch, connect)
         self._receiver = Receiver(ctx, words, self._engines)
         self._sender = Sender(ctx, table, connect)
+        self._has_cache = True
         if self._background:
             self._thread = threading.Thread(
                 target=self._run, name="pynixlkv-connector", daemon=True
@@ -303,7 +304,7 @@ class ConnectorWorker:
     # ---- the thread
 
     def _do(self, command: Callable[[float], None]) -> None:
-        if self._engines is None or self._stopping.is_set():
+        if not self._has_cache or self._stopping.is_set():
             raise ClosedError("the worker has no cache yet, or was shut down")
         self._commands.append(command)
         self._agent.wake()
@@ -337,7 +338,7 @@ class ConnectorWorker:
         now = self._clock()
         if self._clock.was_paused:
             self.stats.count("pauses")
-            self._receiver.renew_leases()
+            self._engines.renew_leases()
         while self._commands:
             self._guard(partial(self._commands.popleft(), now))
         for note in self._agent.notifications():
@@ -350,6 +351,7 @@ class ConnectorWorker:
         if self._ends or self._sent:
             with self._lock:
                 self._collect()
+        self._engines.send_releases()  # which takes longer than the engine should wait for an end
         self.stats.set_gauges(**self._receiver.gauges(), **self._sender.gauges())
         return due
 
@@ -429,7 +431,7 @@ class ConnectorWorker:
         if self._stopping.is_set():
             return
         self._stopping.set()
-        if self._engines is not None:
+        if self._has_cache:
             self._agent.wake()
         threads = [self._thread] if self._thread is not None else []
         for executor in self._executors:
