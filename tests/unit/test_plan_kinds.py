@@ -150,7 +150,7 @@ def draw_tables(rng: random.Random, bundle: Bundle, layout: Layout, end: int, sl
     if not bundle.tokens:
         layout.rule = GroupSpec(0, null_block=NULL, slots=slots)
         if by_position:
-            layout.rule = GroupSpec(per_slot, window=1, null_block=NULL)
+            layout.rule = GroupSpec(0, state_tokens=per_slot, null_block=NULL)
     for _ in layout.groups:
         blocks = rng.sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1)
         if bundle.tokens:
