@@ -250,7 +250,7 @@ def draw_pages(name: str, make: Callable[[int, int], KVCache]) -> str:
                 x = LEFT + (region.address - base + offset) * pixel
                 width = region.dim.count * group.element_bytes * pixel
                 first = index[3] * group.tokens_per_state
-                words = f"{first}–{first + group.tokens_per_state - 1}"
+                words = f"{first}..{first + group.tokens_per_state - 1}"
                 if group.tokens_per_state == 1:
                     words = str(index[3]) if group.block_size else f"{index[2]}"
                 parts.append(rectangle(x, top, width - 1, HEIGHT, fills[index[2] % 2]))

@@ -1,9 +1,9 @@
 """Every kind of cache between random engines, byte by byte: heads of their own, state, scales, …
 
 A model is a list of bundles, each of which some layers hold: fields that have one block table. The
-reference knows elements by their identity; numpy does the indexing. The engines differ in everything
-that may differ: tensor- and pipeline-parallel sizes, block sizes, order of dimensions, one tensor
-for all fields of a layer or one each, and how layers are grouped.
+reference knows elements by their identity; numpy does the indexing. The engines differ in all that
+may differ: tensor- and pipeline-parallel sizes, block sizes, order of dimensions, one tensor for
+all fields of a layer or one each, and how layers are grouped.
 
 Run more examples with ``HYPOTHESIS_MAX_EXAMPLES=5000``.
 """
@@ -105,7 +105,7 @@ class Layout:
     letters: dict[str, str]
     tables: list[list[int]] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
-    rule: GroupSpec = GroupSpec(1)
+    rule: GroupSpec = field(default_factory=lambda: GroupSpec(1))
     whole_tables: list[list[int]] = field(default_factory=list)
     """As an engine keeps them: with placeholders, and scratch slots behind."""
 
@@ -267,7 +267,7 @@ class Tensors:
         return caches
 
     def elements(self):
-        """Yield (layer, kind, plane, head, position, dim) of what the tables hold, and its place."""
+        """Yield (layer, kind, plane, head, position, dim) of all in the tables, and its place."""
         for index, members in enumerate(self.layout.groups):
             start, table = self.layout.starts[index], self.layout.tables[index]
             for layer, each in itertools.product(members, self.bundle.fields):
@@ -285,8 +285,10 @@ class Tensors:
                         state = entry * self.layout.block_size + slot
                         position = start + state * self.bundle.tokens
                     where = {"B": block, "K": plane, "N": slot, "H": at, "D": dim}
-                    yield (layer, each.kind, plane, head, position, dim), self.place(each, where), (
-                        layer if self.layout.is_page else (layer, each.kind)
+                    yield (
+                        (layer, each.kind, plane, head, position, dim),
+                        self.place(each, where),
+                        (layer if self.layout.is_page else (layer, each.kind)),
                     )
 
     def place(self, each: Field, where: dict[str, int]) -> tuple[int, ...]:
