@@ -40,9 +40,8 @@ class GroupSpec:
 
     A rule for each kind of table:
 
-    * one block per block of tokens: ``GroupSpec(16)``; with a window, ``GroupSpec(16, window=1024)``;
-    * one slot per block of tokens, of which the one at the last position has the state:
-      ``GroupSpec(16, window=1)``;
+    * one block per block of tokens: ``GroupSpec(16)``, perhaps with a window or in chunks;
+    * one slot per block of tokens, the last with the state: ``GroupSpec(0, state_tokens=16)``;
     * one slot (or ring) per request: ``GroupSpec(0)``; ``slots=1`` if scratch slots follow it.
     """
 
