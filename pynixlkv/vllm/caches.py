@@ -32,6 +32,10 @@ __all__ = [
 ]
 
 
+def _by_position(spec: Any) -> dict[str, int]:  # noqa: ANN401, ARG001
+    return {}
+
+
 @dataclass(frozen=True)
 class CacheKind:
     """What becomes of the layers of one class of vLLM's cache specs."""
@@ -42,7 +46,7 @@ class CacheKind:
     """What a hand-off moves; empty if such layers are refused."""
     refused: str = ""
     """Why they are refused."""
-    table: Callable[[Any], Mapping[str, Any]] = field(default=lambda spec: {}, repr=False)  # noqa: ARG005
+    table: Callable[[Any], Mapping[str, Any]] = field(default_factory=lambda: _by_position)
     """Returns the fields of `GroupSpec` that a spec changes."""
 
 
@@ -169,7 +173,7 @@ def kv_cache(
     kv_cache_config : vllm.v1.kv_cache_interface.KVCacheConfig
         The argument of a connector's constructor.
     total_kv_heads : int
-        vLLM's own number of KV heads of the model; needed under decode context parallelism only.
+        KV heads of the model, by vLLM's own number; used under decode context parallelism only.
     place : ParallelPlace
         The worker's place in the parallel groups.
     is_opaque : bool
@@ -224,8 +228,7 @@ def kv_cache(
         options: dict[str, Any] = {
             "group": name,
             "kind": kind,
-            # Kernels may split the blocks of a table into smaller ones.
-            "table": f"{index} by {shape[2]}",
+            "table": str(index),
             "layers": [layer_number(layer) for layer in members],
             "tp": place.tp,
         }

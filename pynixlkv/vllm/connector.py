@@ -226,9 +226,9 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def on_new_request(self, request: Request) -> None:
         """Keep the request's lease alive while it is queued."""
-        if self._withheld and (request.kv_transfer_params or {}).get("do_remote_decode"):
-            _withhold(request, self._withheld)
         try:
+            if self._withheld and (request.kv_transfer_params or {}).get("do_remote_decode"):
+                _withhold(request, self._withheld)
             self._side.on_new_request(self._info(request))
         except Exception as error:
             self._reject(request, error)
