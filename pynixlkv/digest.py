@@ -209,7 +209,10 @@ def digest_cache(
         group.name: block_ids(f"group {group.name!r}: blocks", _of(given, group))
         for group in groups
     }
-    starts = {group.name: position("start", _of(start, group) or 0) for group in groups}
+    starts = {
+        group.name: position("start", _of(start, group) or 0) if group.block_size else 0
+        for group in groups
+    }
     if scopes is None:
         scopes = [
             make_scope(

@@ -37,6 +37,19 @@ __all__ = ["Coverage", "GroupDescription", "PlanDescription", "TransferPlan", "p
 _T = TypeVar("_T")
 
 
+def _check_out(out: tuple[NDArray[np.uint64], NDArray[np.uint64]]) -> None:
+    for array in out:
+        is_fit = isinstance(array, np.ndarray) and array.shape[1:] == (3,)
+        flags = array.flags if is_fit and array.dtype == np.uint64 else None
+        if flags is None or not (flags.c_contiguous and flags.writeable):
+            raise PlanError(
+                "out must be two writable, C-contiguous arrays of uint64 of shape (n, 3), not "
+                f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
+            )
+    if len(out) != 2 or np.may_share_memory(*out):
+        raise PlanError("out must be two arrays that do not overlap")
+
+
 @dataclass(frozen=True)
 class Coverage:
     """What two block tables of a group have in common."""
@@ -265,6 +278,7 @@ class TransferPlan:
         local_start: int | Mapping[str, int] = 0,
         remote_start: int | Mapping[str, int] = 0,
         operation: Operation = Operation.READ,
+        out: tuple[NDArray[np.uint64], NDArray[np.uint64]] | None = None,
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         """Return the descriptors of one transfer.
 
@@ -287,10 +301,14 @@ class TransferPlan:
             block stands for. Earlier positions that only one table covers do not move.
         operation : Operation
             READ writes local blocks, WRITE remote ones; the written table may hold no block twice.
+        out : tuple of two ndarrays of uint64, shapes (n, 3), optional
+            Where to write the local and the remote rows, for callers that repeat: fresh memory costs
+            more than the rows. C-contiguous, with room for the rows before merging.
 
         Returns
         -------
         local, remote : ndarray of uint64, shape (k, 3)
+            The first rows of `out`, if that is given.
             Address, length in bytes, device number. Row i of one side pairs with row i of the
             other and has the same length. Local addresses ascend; ranges that adjoin on both
             sides are one, whatever the order of the tables; none is longer than `max_bytes`, and
@@ -301,7 +319,8 @@ class TransferPlan:
         PlanError
             If a block number is out of range or written twice, a start is not at a block's
             boundary, the tables do not cover the wanted tokens (see `coverage`), or an argument
-            has the wrong type; the message names side, index, value and limit.
+            has the wrong type, or `out` is too small; the message names side, index, value and
+            limit.
 
         Notes
         -----
@@ -314,7 +333,11 @@ class TransferPlan:
             raise PlanError(f"operation is {operation!r}; expected Operation.READ or WRITE")
         tables = self.tables(local_blocks, remote_blocks, num_tokens, local_start, remote_start)
         tables.check_written_once(remote=operation == Operation.WRITE)
-        return tables.descriptors()
+        if out is None:
+            return tables.descriptors()
+        _check_out(out)
+        count = tables.descriptors_into(*out)
+        return out[0][:count], out[1][:count]
 
     def coverage(
         self,

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/error.hpp"
+#include "base/text.hpp"
 #include "bindings/bind.hpp"
 #include "bindings/py_shared.hpp"
 #include "kv/digest.hpp"
@@ -132,14 +133,31 @@ std::shared_ptr<BlockTables> make_tables(const std::shared_ptr<Plan>& plan,
     return std::make_shared<BlockTables>(plan, tables);
 }
 
+/// @return number of rows
+std::size_t emit(const Expansion& expansion, DescriptorArray& local, DescriptorArray& remote) {
+    auto* const local_rows = reinterpret_cast<Descriptor*>(local.mutable_data());
+    auto* const remote_rows = reinterpret_cast<Descriptor*>(remote.mutable_data());
+    return without_gil([&] { return expansion.emit(local_rows, remote_rows); });
+}
+
+/// @param local, remote writable, of shape (n, 3)
+std::size_t descriptors_into(const BlockTables& tables, DescriptorArray local,
+                             DescriptorArray remote) {
+    const auto expansion = without_gil([&] { return Expansion(tables); });
+    const auto rows = static_cast<std::size_t>(std::min(local.shape(0), remote.shape(0)));
+    if (rows < expansion.bound()) {
+        throw Error("PlanError",
+                    text("out has ", rows, " rows; this transfer needs up to ", expansion.bound()));
+    }
+    return emit(expansion, local, remote);
+}
+
 std::pair<DescriptorArray, DescriptorArray> descriptors(const BlockTables& tables) {
     const auto expansion = without_gil([&] { return Expansion(tables); });
     const std::array<std::size_t, 2> shape{expansion.bound(), 3};
     DescriptorArray local(shape);
     DescriptorArray remote(shape);
-    auto* const local_rows = reinterpret_cast<Descriptor*>(local.mutable_data());
-    auto* const remote_rows = reinterpret_cast<Descriptor*>(remote.mutable_data());
-    const std::size_t count = without_gil([&] { return expansion.emit(local_rows, remote_rows); });
+    const std::size_t count = emit(expansion, local, remote);
     // Returns the memory that merging has saved; nothing else refers to the arrays yet.
     local.resize({count, std::size_t{3}}, false);
     remote.resize({count, std::size_t{3}}, false);
@@ -194,6 +212,8 @@ void bind_kv(py::module_ m) {
             },
             py::arg("remote"), py::call_guard<GilRelease>())
         .def("descriptors", &descriptors)
+        .def("descriptors_into", &descriptors_into, py::arg("local").noconvert(),
+             py::arg("remote").noconvert())
         .def("totals", [](const BlockTables& tables) {
             const auto expansion = without_gil([&] { return Expansion(tables); });
             return std::tuple(expansion.bytes(), expansion.num_runs());

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from pynixlkv.agent import Agent, Peer
-    from pynixlkv.connector.config import ConnectorConfig
-    from pynixlkv.connector.metadata import BlockLists, ReqMeta
+    from pynixlkv.connector.metadata import BlockLists, ConnectorConfig, ReqMeta
     from pynixlkv.connector.staging import DeviceEvent, Direction, HostStaging
     from pynixlkv.connector.stats import ConnectorStats
     from pynixlkv.geometry import Geometry, KVCache
@@ -55,6 +55,19 @@ class WorkerContext:
     def cache(self) -> Geometry:
         """The geometry of `kv`."""
         return self.kv.geometry
+
+    @cached_property
+    def state_tables(self) -> frozenset[int]:
+        """Numbers of the block tables that are not by position."""
+        return frozenset(int(g.table) for g in self.cache.groups if not g.block_size)
+
+    def check_state(self, wanted: int, held: int) -> None:
+        """Raise unless state that a producer has after some tokens is what a consumer wants."""
+        if self.state_tables and wanted != held:
+            raise PlanError(
+                f"the producer has state after {held} tokens, wanted is that after {wanted}; state "
+                "of other tokens cannot be used"
+            )
 
     def introduce(self, peer: Peer) -> None:
         """Tell a producer's rank how it reaches this worker."""
@@ -96,6 +109,11 @@ class WorkerContext:
                     )
                 tables[group.name] = physical_blocks(blocks[index], size // group.block_tokens)
         return tables, begins
+
+    def local_tables(self, meta: ReqMeta) -> tuple[dict[str, ArrayLike], dict[str, int]]:
+        """Return `tables_by_group` of a request's blocks in `kv`."""
+        blocks = meta.host_blocks or meta.blocks
+        return self.tables_by_group(self.cache, blocks, meta.starts, meta.block_sizes)
 
     def stage(self, direction: Direction, meta: ReqMeta) -> DeviceEvent | None:
         """Start to copy a request between device and host; None if it has no host blocks."""

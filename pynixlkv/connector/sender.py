@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from pynixlkv.connector import checksums, messages, tp_mapping
+from pynixlkv.connector import messages, tp_mapping, verification
 from pynixlkv.connector.messages import LeaseStatus
 from pynixlkv.connector.metadata import MAX_READERS
 from pynixlkv.connector.remote_engines import split
@@ -243,7 +243,7 @@ class Sender:
 
         A request that is held already gets more readers.
         """
-        deadline = now + self._ctx.config.lease_duration
+        deadline = now + (meta.keep_seconds or self._ctx.config.lease_duration)
         held = self._find(request_id, meta.lease)
         if held is not None:
             held.num_readers = max(held.num_readers, meta.num_readers)
@@ -363,7 +363,8 @@ class Sender:
             elif reader.num_readers == 0 and held.num_readers == 1:
                 held.num_readers = 0
         if not known.is_done:
-            known.deadline = held.deadline = now + self._ctx.config.lease_duration
+            known.deadline = now + self._ctx.config.lease_duration
+            held.deadline = max(held.deadline, known.deadline)
         return known
 
     def on_release(self, message: messages.Release, now: float) -> None:
@@ -524,8 +525,8 @@ class Sender:
         self._digesting[key] = (
             held,
             self._ctx.compute(
-                partial(checksums.answer, self._ctx, held.meta, message.scopes),
-                checksums.num_bytes(self._ctx, message.scopes),
+                partial(verification.answer, self._ctx, held.meta, message.scopes),
+                verification.num_bytes(self._ctx, message.scopes),
             ),
         )
 
@@ -674,11 +675,11 @@ class Sender:
         theirs, their_starts = self._ctx.tables_by_group(
             consumer.geometry, message.blocks, message.starts, message.block_sizes
         )
-        ours, our_starts = self._ctx.tables_by_group(
-            self._ctx.cache, meta.host_blocks or meta.blocks, meta.starts, meta.block_sizes
-        )
+        ours, our_starts = self._ctx.local_tables(meta)
         if layer is None and meta.num_tokens < message.num_tokens:
             raise PlanError(f"{meta.num_tokens} tokens are here, {message.num_tokens} are wanted")
+        if layer is None:
+            self._ctx.check_state(message.num_tokens, meta.num_tokens)
         num_tokens = min(meta.num_tokens, message.num_tokens)
         for index, part in enumerate(consumer.slices):
             if layer is not None and any(not g.block_size for _, g, _ in consumer.meetings[index]):
@@ -782,9 +783,12 @@ class Sender:
         if self._ctx.config.transfer_mode == "push":
             for number in held.readers:
                 self._past_readers.put(number, None)
-        self._ctx.stats.lease_ended(held.ending)
+        # Of a turn, nothing has been lost: it may have no next one.
+        is_unread = held.meta.keep_seconds is not None and held.ending != "released"
+        self._ctx.stats.lease_ended("unread" if is_unread else held.ending)
         if held.ending != "released":
-            _log.warning(
+            _log.log(
+                logging.INFO if is_unread else logging.WARNING,
                 "the lease of request %s ended: %s", held.id, held.ending,
                 extra={"request": held.id, "peer": ""},
             )  # fmt: skip

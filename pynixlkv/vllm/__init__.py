@@ -10,6 +10,7 @@ Other connectors can use `kv_cache` and `group_specs`, which describe vLLM's cac
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,16 @@ __all__ = [
 _NAME = "PyNixlKVConnector"
 
 
+def log_as_vllm() -> None:
+    """Let vLLM's handlers have the records of this package, unless it has handlers of its own."""
+    own = logging.getLogger("pynixlkv")
+    if not own.handlers:
+        own.parent = logging.getLogger("vllm")  # vLLM may exchange its handlers later
+
+
 def register() -> None:
     """Tell vLLM's factory where the connector is; vLLM calls it in each process, maybe twice."""
+    log_as_vllm()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if _NAME not in KVConnectorFactory._registry:
