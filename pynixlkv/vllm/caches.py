@@ -203,17 +203,19 @@ def kv_cache(
         seen: set[tuple[int, tuple[int, ...]]] = set()
         for name, spec in _layer_specs(group).items():
             tensor = tensors.get(name)
-            # Some layers are on another stage, and some use the cache of a layer before them.
-            if tensor is None or (place_of := (tensor.data_ptr(), tuple(tensor.shape))) in seen:
-                continue
-            seen.add(place_of)
+            if tensor is None:
+                continue  # on another stage
             _kind(name, spec)
-            if tensor.ndim != 4:
+            shape = tuple(getattr(tensor, "shape", ()))
+            if len(shape) != 4:
                 raise LayoutError(
-                    f"layer {name!r} has a tensor of shape {tuple(tensor.shape)}; expected "
-                    "(blocks, heads, tokens, content)"
+                    f"layer {name!r} has a {type(tensor).__name__} of shape {shape}; expected a "
+                    "tensor of shape (blocks, heads, tokens, content)"
                 )
-            key = index, _NUMBER.sub("#", name), place_of[1], spec, (backends or {}).get(name)
+            if (tensor.data_ptr(), shape) in seen:
+                continue  # it uses the cache of a layer before it
+            seen.add((tensor.data_ptr(), shape))
+            key = index, _NUMBER.sub("#", name), shape, spec, (backends or {}).get(name)
             alike.setdefault(key, {})[name] = tensor
     if not alike:
         raise ConfigError("vLLM registered no layer of a group that takes part in transfers")

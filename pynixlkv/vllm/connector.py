@@ -149,7 +149,9 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._is_step_begun = False
         self._content = partial(content_digest, hash_features=numbers_features(vllm_config))
         groups = group_specs(kv_cache_config, self._dcp)  # refuses unsupported kinds of cache
-        self._withheld = withheld_tokens(kv_cache_config, vllm_config.num_prefill_lookahead_tokens)
+        self._withheld = withheld_tokens(
+            kv_cache_config, getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
+        )
         self._num_replicas = parallel.prefill_context_parallel_size
         self._is_replica = False
         self._hello: _WorkerHello | None = None
@@ -639,7 +641,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 def _withhold(request: Request, num_tokens: int) -> None:
     """Leave the last tokens of a prompt to decode."""
     # A request for the probabilities of its prompt is computed whole here, and again by decode.
-    if request.num_prompt_tokens <= num_tokens or request.get_skip_reading_prefix_cache():
+    if request.num_prompt_tokens <= num_tokens or request.skip_reading_prefix_cache:
         return
     if request.prompt_token_ids is not None:  # perhaps shared with other samples
         request.prompt_token_ids = request.prompt_token_ids[:-num_tokens]
