@@ -40,8 +40,10 @@ class GroupSpec:
 
     A rule for each kind of table:
 
-    * one block per block of tokens: ``GroupSpec(16)``, perhaps with a window or in chunks;
-    * one slot per block of tokens, the last with the state: ``GroupSpec(0, state_tokens=16)``;
+    * one block per block of tokens: ``GroupSpec(16)``; with a window,
+      ``GroupSpec(16, window=1024)``; with attention inside chunks, ``GroupSpec(16, chunk=8192)``;
+    * one slot per block of tokens, of which the one at the last position has the state:
+      ``GroupSpec(0, state_tokens=16)``;
     * one slot (or ring) per request: ``GroupSpec(0)``; ``slots=1`` if scratch slots follow it.
     """
 
@@ -66,6 +68,11 @@ class GroupSpec:
     def is_partial(self) -> bool:
         """Whether a request's blocks need not hold all of its tokens."""
         return self.window is not None or self.chunk is not None
+
+    def first_needed(self, position: int) -> int:
+        """Return the first position that a token at `position` sees."""
+        first = 0 if self.window is None else position - self.window + 1
+        return max(first, 0 if self.chunk is None else position // self.chunk * self.chunk, 0)
 
 
 @dataclass
@@ -393,10 +400,10 @@ class ConnectorScheduler:
             raise ConfigError("the scheduler's address is not set; hand-offs need to name it")
         cut = self._cut(blocks, 0, num_tokens)
         if any(
-            group.window is not None and start > max(num_tokens - group.window + 1, 0)
+            group.is_partial and start > group.first_needed(num_tokens)
             for group, start in zip(self._groups, cut.starts, strict=True)
         ):
-            return self._not_held(request, "the window before its last whole block is gone")
+            return self._not_held(request, "what its next token sees is gone")
         content = None if request.content is None else request.content(num_tokens)
         group = request.params.sibling_group
         first = None if group is None else self._first_samples.get(group)
@@ -594,10 +601,7 @@ def cut_table(
         return slot, 0
     if spec.block_size == 0:
         return tuple(block for block in table if block != spec.null_block)[: spec.slots], 0
-    if spec.window is not None:
-        begin = max(begin, end - spec.window)
-    if spec.chunk is not None:
-        begin = max(begin, (end - 1) // spec.chunk * spec.chunk)
+    begin = max(begin, spec.first_needed(end - 1))
     first, last = begin // spec.block_size, _ceil(end, spec)
     cut = tuple(table[first:last])
     if len(cut) < last - first:
