@@ -78,6 +78,7 @@ class UcxConnection final : public transfer::Connection {
     [[nodiscard]] std::vector<std::string> transports() const override {
         return endpoint->transports();
     }
+    [[nodiscard]] bool has_failed() const override { return endpoint->failure().has_value(); }
     /// Whether the peer may have to take part in transfers of host memory.
     [[nodiscard]] bool may_be_served() const { return !is_one_sided || regions->has_served; }
     [[nodiscard]] bool is_quiet() { return outbox_.num_waiting() == 0; }

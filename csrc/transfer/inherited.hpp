@@ -1,0 +1,15 @@
+/// @file
+/// Descriptors and child processes. UCX opens its sockets without close-on-exec, and a child that
+/// holds them keeps the ports and the connections of a dead process open.
+#pragma once
+
+#include <cstdint>
+
+namespace pynixlkv::transfer {
+
+/// Set close-on-exec on the sockets that UCX has open in this process; to be called repeatedly.
+/// Children that are forked after the first call let go of these sockets, and of those of agents.
+/// @return how many sockets UCX has closed so far
+std::uint64_t keep_from_children();
+
+}  // namespace pynixlkv::transfer
