@@ -7,9 +7,9 @@ the `Finished` of the workers back. `KVTransferParams` go from producer to consu
 
 from __future__ import annotations
 
-from pynixlkv.connector.config import ConnectorConfig
 from pynixlkv.connector.metadata import (
     AgentMetadata,
+    ConnectorConfig,
     ConnectorMetadata,
     EndState,
     KVTransferParams,

@@ -1,8 +1,8 @@
-"""The data exchanged by the halves of a connector, and by producer and consumer through the proxy.
+"""The options of a connector, and the data that its halves, producers and consumers exchange.
 
-`KVTransferParams` is the typed form of the ``kv_transfer_params`` of a request; it comes from
-outside and is validated. `ConnectorMetadata` goes from an engine's scheduler to its workers once
-per step. All are plain data and can be pickled.
+`ConnectorConfig` has the options. `KVTransferParams` is the typed form of the
+``kv_transfer_params`` of a request; it comes from outside and is validated. `ConnectorMetadata`
+goes from an engine's scheduler to its workers once per step. All are plain data and can be pickled.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -96,17 +96,96 @@ class ParallelSizes(msgspec.Struct, frozen=True):
             )
 
 
+_MAY_BE_0 = ("conversation_blocks", "recompute_threshold")
+
+
+@dataclass(frozen=True)
+class ConnectorConfig:
+    """Options of `ConnectorScheduler` and `ConnectorWorker`; all times in seconds."""
+
+    transfer_mode: TransferMode = "pull"
+    """``"pull"``, the consumer reads; ``"push"``, the producer writes. The same on both sides."""
+    lease_duration: float = 30.0
+    """How long a producer holds blocks after the end of the prefill and after each heartbeat."""
+    heartbeat_interval: float | None = None
+    """Time between two heartbeats to a producer; by default a sixth of its lease duration."""
+    missed_heartbeats: int = 3
+    """A producer that leaves this many in a row unanswered counts as dead."""
+    transfer_timeout: float = 30.0
+    """Longest time to receive a request."""
+    handshake_timeout: float = 5.0
+    """Longest time to get a producer's metadata."""
+    peer_ttl: float = 3600.0
+    """Producers that are idle for this long are forgotten."""
+    max_leases: int = 16384
+    """Most requests that a producer holds at once."""
+    conversation_blocks: int = 0
+    """Most blocks of finished turns that a consumer holds for the next turns of conversations; the
+    oldest turns make room for new ones. 0: none are held."""
+    conversation_seconds: float = 480.0
+    """Longest time that a finished turn is held for the next one."""
+    recompute_threshold: int = 64
+    """A producer computes fewer tokens than this itself instead of fetching them from a consumer's
+    finished turn."""
+    partial_blocks: bool = True
+    """Hand over a last block that is not full. Otherwise prompts are cut to whole blocks, and one
+    that is shorter than a block is not handed over."""
+    self_test: bool = True
+    """Before the first request from a producer, test that both sides mean the same by the axes of
+    their caches; see `pynixlkv.connector.verification`. Takes up to 4 MiB of the cache's memory."""
+    max_bytes: int | None = None
+    """Longest descriptor, see `pynixlkv.plan.TransferPlan`."""
+    checksums: Checksums = "sampled"
+    """Compare digests of received KV with the producer's: ``"all"`` of it, ``"sampled"``, or
+    ``"off"``. The consumer's option; every producer answers."""
+    checksum_fraction: float = 1 / 32
+    """Part of a request's KV that ``"sampled"`` compares; at least one unit of each group."""
+    compatibility: Mapping[str, str] = field(default_factory=dict)
+    """What both sides must agree on beyond their geometries (model, attention backend)."""
+    allow_insecure: bool = False
+    """Fetch metadata beyond loopback without a shared secret."""
+
+    def __post_init__(self) -> None:
+        if self.transfer_mode not in ("pull", "push"):
+            raise ConfigError(f"transfer_mode is {self.transfer_mode!r}; expected 'pull' or 'push'")
+        if self.checksums not in ("off", "sampled", "all"):
+            raise ConfigError(
+                f"checksums is {self.checksums!r}; expected 'off', 'sampled' or 'all'"
+            )
+        if self.checksum_fraction > 1:
+            raise ConfigError(
+                f"checksum_fraction is {self.checksum_fraction}; expected a number above 0, up to 1"
+            )
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
+                continue
+            if not (value > 0 or (value == 0 and each.name in _MAY_BE_0)):
+                raise ConfigError(f"{each.name} is {value}; expected a number above 0")
+        if self.heartbeat_period(self.lease_duration) >= self.lease_duration:
+            raise ConfigError(
+                f"heartbeat_interval is {self.heartbeat_interval} s, not below lease_duration, "
+                f"{self.lease_duration} s; leases would run out between two heartbeats"
+            )
+
+    def heartbeat_period(self, lease_duration: float) -> float:
+        """Return the time between two heartbeats for leases of this duration."""
+        return self.heartbeat_interval or lease_duration / 6
+
+
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """The ``kv_transfer_params`` of a request.
 
     A proxy sends ``do_remote_decode=True`` to the producer, and passes the producer's answer, which
-    has everything else, on to the consumer unchanged. Unknown fields are ignored.
+    has everything else, on to the consumer unchanged. A consumer that keeps conversations answers
+    with ``do_remote_decode=True`` and a hand-off of its own, to be sent with the prompt of the next
+    turn: its producer fetches what it describes. Unknown fields are ignored.
     """
 
     do_remote_decode: bool = False
     """Hold the blocks for a consumer."""
     do_remote_prefill: bool = False
-    """Fetch the blocks from the producer described here."""
+    """Fetch the blocks from the producer described here; fail if that fails."""
     remote_engine_id: _Text | None = None
     remote_request_id: _Text | None = None
     """The producer's id of the request."""
@@ -165,18 +244,13 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check(self) -> None:
         self.parallel  # noqa: B018 - its constructor checks the product
-        if not self.do_remote_prefill:
+        if not self.is_fetched:
             return
-        if self.do_remote_decode:
-            raise ConfigError(
-                "kv_transfer_params: do_remote_prefill and do_remote_decode are both set; a "
-                "request is either fetched here or kept for others"
-            )
         needed = _NEEDED if self.transfer_mode == "push" else _NEEDED + _NEEDED_TO_PULL
         missing = [name for name in needed if getattr(self, name) is None]
         if missing:
             raise ConfigError(
-                f"kv_transfer_params: do_remote_prefill is set, but {', '.join(missing)} "
+                f"kv_transfer_params: a hand-off is to be fetched, but {', '.join(missing)} "
                 f"{'is' if len(missing) == 1 else 'are'} missing; pass on what the producer "
                 "answered, unchanged"
             )
@@ -189,6 +263,16 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
                     f"kv_transfer_params: {name} has {len(given)} entries, remote_block_ids "
                     f"{len(self.blocks)}; expected one for each table"
                 )
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether there are blocks to fetch."""
+        return self.do_remote_prefill or self.is_next_turn
+
+    @property
+    def is_next_turn(self) -> bool:
+        """Whether the blocks to fetch are of the turn before, and could be computed here."""
+        return self.do_remote_decode and self.remote_engine_id is not None
 
     @property
     def blocks(self) -> BlockLists:
@@ -240,9 +324,9 @@ class RequestInfo:
     num_prompt_tokens: int
     params: KVTransferParams = field(default_factory=KVTransferParams)
     content: Callable[[int], str] | None = None
-    """Returns a digest of all that decides the KV of the first n tokens of the prompt (tokens,
-    adapters, images), equal on both sides. A consumer that has one refuses a hand-off of other
-    content, or of none; without one nothing is checked."""
+    """Returns a digest of all that decides the KV of the first n tokens of prompt and answer
+    (tokens, adapters, images), equal on both sides. A consumer that has one refuses a hand-off of
+    other content, or of none; without one nothing is checked."""
 
 
 @dataclass(frozen=True)
@@ -261,6 +345,8 @@ class ReqMeta:
     """The lease to hold, for a request that is sent."""
     num_readers: int = 1
     """Of the lease; may grow when the request is sent again."""
+    keep_seconds: float | None = None
+    """Of a finished turn that is held for the next one: how long the lease waits for a reader."""
     host_blocks: BlockLists | None = None
     """Block tables in the host cache, where device memory is staged."""
     block_sizes: tuple[int, ...] = ()

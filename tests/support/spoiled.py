@@ -6,7 +6,7 @@ import ctypes
 
 import numpy as np
 
-from pynixlkv.connector.checksums import Verification
+from pynixlkv.connector.verification import Verification
 
 
 class SpoiledVerification(Verification):

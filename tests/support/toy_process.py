@@ -10,7 +10,7 @@ from spoiled import SpoiledVerification
 from toy_engine import Model, ToyEngine
 
 from pynixlkv.connector import receiver
-from pynixlkv.connector.config import ConnectorConfig
+from pynixlkv.connector.metadata import ConnectorConfig
 from pynixlkv.handshake import Handshake
 from pynixlkv.nixl import NixlAgent
 from pynixlkv.testing.process import ChildProcess

@@ -10,7 +10,7 @@ import pytest
 from toy_engine import Model
 from toy_world import World
 
-from pynixlkv.connector import checksums, messages
+from pynixlkv.connector import messages, verification
 from pynixlkv.connector import worker as worker_module
 from pynixlkv.connector.metadata import EndState, Lease
 from pynixlkv.connector.stats import StatsSnapshot
@@ -67,13 +67,13 @@ def errors(world, number=1):
 
 def spoil(monkeypatch, action):
     """Call a function with each verification when the bytes have arrived."""
-    begin = checksums.Verification.begin
+    begin = verification.Verification.begin
 
     def spoiled(self):
         action(self)
         begin(self)
 
-    monkeypatch.setattr(checksums.Verification, "begin", spoiled)
+    monkeypatch.setattr(verification.Verification, "begin", spoiled)
 
 
 def flip(engine, *, token=0, layer=None, kind=0, head=None, rank=0):
@@ -196,7 +196,7 @@ def test_blocks_that_change_under_the_lease_are_corrupt(mode, monkeypatch):
     with World(mode, checksums="all") as world:
         producer, consumer = make(world, PAIRS[0])
         fetch(world, producer, consumer)
-        answer = checksums.answer
+        answer = verification.answer
 
         def late(ctx, meta, scopes):
             while not consumer.holds("d1"):  # the bytes are to arrive first
@@ -204,7 +204,7 @@ def test_blocks_that_change_under_the_lease_are_corrupt(mode, monkeypatch):
             producer.ranks[0].write(99, meta.blocks[0], range(4))
             return answer(ctx, meta, scopes)
 
-        monkeypatch.setattr(checksums, "answer", late)
+        monkeypatch.setattr(verification, "answer", late)
         world.until(ended(world, 1))
         assert world.end_of("D", "d1") == [EndState.CORRUPT]
 
@@ -214,8 +214,8 @@ class Held:
 
     def __init__(self, monkeypatch):
         self.has_begun, self.go_on = threading.Event(), threading.Event()
-        self.answer = checksums.answer
-        monkeypatch.setattr(checksums, "answer", self)
+        self.answer = verification.answer
+        monkeypatch.setattr(verification, "answer", self)
 
     def __call__(self, *args):
         self.has_begun.set()
@@ -368,7 +368,7 @@ def test_forged_messages_about_digests_do_no_harm():
 
 
 def test_an_answer_that_does_not_fit_the_question_fails_the_request(monkeypatch):
-    monkeypatch.setattr(checksums, "answer", lambda *_: [b"12345678"])
+    monkeypatch.setattr(verification, "answer", lambda *_: [b"12345678"])
     with World(checksums="all") as world:
         producer, consumer = make(world, PAIRS[0])
         fetch(world, producer, consumer)

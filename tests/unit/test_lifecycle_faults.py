@@ -25,9 +25,9 @@ from toy_world import DEADLINE_S, FakeEvent, World
 
 from pynixlkv.connector import messages
 from pynixlkv.connector import worker as worker_module
-from pynixlkv.connector.config import ConnectorConfig
 from pynixlkv.connector.messages import ConsumerRank
 from pynixlkv.connector.metadata import (
+    ConnectorConfig,
     EndState,
     KVTransferParams,
     Lease,

@@ -11,14 +11,14 @@ from toy_engine import Model
 from toy_world import World
 
 from pynixlkv import KVCache
-from pynixlkv.connector import self_test
+from pynixlkv.connector import verification
 from pynixlkv.connector.tp_mapping import TransferSlice
 from pynixlkv.errors import IncompatibleLayoutError
 from pynixlkv.testing import FakeAgent, FakeNetwork
 from pynixlkv.types import MemoryType
 
 LAYERS, HEADS, TOKENS, DIM = 2, 4, 4, 8
-SIZES = {"K": 2, "B": self_test.NUM_BLOCKS, "H": HEADS, "N": TOKENS, "D": DIM}
+SIZES = {"K": 2, "B": verification.NUM_SCRATCH_BLOCKS, "H": HEADS, "N": TOKENS, "D": DIM}
 
 
 def engine_scratch(axes: str, described: str, *, fault: str = "") -> KVCache:
@@ -51,11 +51,11 @@ def compare(producer: KVCache, consumer: KVCache) -> None:
         ours.register(consumer)
         peer = ours.connect(theirs.hello(producer))
         slices = [TransferSlice(("kv",), tuple(range(HEADS)), tuple(range(LAYERS)))]
-        self_test.run(ours, consumer, peer, peer.geometries[0], slices, 60.0, 0, [])
+        verification.self_test(ours, consumer, peer, peer.geometries[0], slices, 60.0, 0, [])
 
 
 def scratch_of(cache: KVCache) -> KVCache:
-    scratch = self_test.make_scratch(cache)
+    scratch = verification.make_scratch(cache)
     assert scratch is not None
     return scratch
 
@@ -116,8 +116,8 @@ PAIRS = [
 @pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize(("model", "theirs", "ours"), PAIRS)
 def test_engines_that_mean_the_same_pass(mode, model, theirs, ours, monkeypatch) -> None:
-    tested, run = [], self_test.run
-    monkeypatch.setattr(self_test, "run", lambda *args: tested.append(run(*args)))
+    tested, run = [], verification.self_test
+    monkeypatch.setattr(verification, "self_test", lambda *args: tested.append(run(*args)))
     with World(mode, self_test=True) as world:
         producer = world.engine("P", model, **theirs)
         consumer = world.engine("D", model, **ours)
@@ -128,14 +128,14 @@ def test_engines_that_mean_the_same_pass(mode, model, theirs, ours, monkeypatch)
 
 
 def test_a_failed_self_test_fails_requests_before_anything_is_read(monkeypatch) -> None:
-    make = self_test.make_scratch
+    make = verification.make_scratch
     with World(self_test=True) as world:
         consumer = world.engine("D")
         monkeypatch.setattr(
-            self_test, "make_scratch", lambda cache: engine_scratch("KBNHD", "KBHND")
+            verification, "make_scratch", lambda cache: engine_scratch("KBNHD", "KBHND")
         )
         producer = world.engine("P")
-        monkeypatch.setattr(self_test, "make_scratch", make)
+        monkeypatch.setattr(verification, "make_scratch", make)
         fetch(world, producer, consumer)
         (end,) = world.outcomes["D"].failed["d1"]
         assert isinstance(end.error, IncompatibleLayoutError)
@@ -169,7 +169,7 @@ def test_scratch_blocks_of_a_device_are_on_the_device() -> None:
     )
     scratch = scratch_of(pretended)
     assert isinstance(scratch._arrays[0].owner, torch.Tensor)
-    blocks = range(len(self_test.AXES))
+    blocks = range(len(verification.AXES))
     assert scratch.digest(blocks) == scratch_of(host).digest(blocks)
 
 
@@ -179,7 +179,7 @@ def test_a_large_cache_is_tested_by_layers_that_any_two_ranks_share(monkeypatch)
     some = KVCache.from_tensors(
         dict(list(tensors.items())[:16]), axes="KBHND", kv_heads=HEADS, layers=range(24, 40)
     )
-    monkeypatch.setattr(self_test, "_MAX_BYTES", 32_000)
+    monkeypatch.setattr(verification, "_MAX_BYTES", 32_000)
     scratch = [scratch_of(cache) for cache in (every, some)]
     for each in scratch:
         assert sum(span.nbytes for span in each.spans) <= 32_000
