@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # What is changed, and the tests that should notice. A transfer backend is needed by none of them.
 CONNECTOR = ["connector_*", "lifecycle_*", "readers", "content", "self_test", "pauses", "tp_faults"]
 TESTS = {
-    "geometry.py": ["geometry", "plan*", "topology"],
+    "geometry.py": ["geometry", "plan*", "topology", "connector_staging"],
     "topology.py": ["topology", "geometry", "plan*", "connector_shapes"],
     "plan.py": ["plan*", "geometry", "tp_faults", "content"],
     "connector": CONNECTOR,
