@@ -289,8 +289,8 @@ class TransferPlan:
         operation : Operation
             READ writes local blocks, WRITE remote ones; the written table may hold no block twice.
         out : tuple of two ndarrays of uint64, shapes (n, 3), optional
-            Where to write the local and the remote rows, for callers that repeat: fresh memory costs
-            more than the rows. C-contiguous, with room for the rows before merging.
+            Where to write the local and the remote rows, C-contiguous, with room for the rows
+            before merging. Saves fresh memory for callers that repeat.
 
         Returns
         -------
