@@ -19,6 +19,7 @@ from pynixlkv.cli.bench.cases import TRANSPORTS, Case, Series
 from pynixlkv.testing.process import ChildProcess
 
 TOTAL_BYTES = 64 << 20
+DIRECTIONS = ("get", "put")
 SIZES = [4 << 10, 16 << 10, 64 << 10, 1 << 20]
 ROUNDS = 7
 AGENTS = (Peer.nixl_api, Series.nixl, Series.ucx)
@@ -80,11 +81,11 @@ def measure(case, rounds):
     return times
 
 
-def make_cases(transports=tuple(SERIES), sizes=tuple(SIZES), total_bytes=TOTAL_BYTES):
+def make_cases(transports, directions, sizes, total_bytes):
     return [
         Case(transport, direction, "scattered", size, total_bytes // size, 64, SERIES[transport])
         for transport in transports
-        for direction in ("get", "put")
+        for direction in directions
         for size in sizes
     ]
 
@@ -92,6 +93,7 @@ def make_cases(transports=tuple(SERIES), sizes=tuple(SIZES), total_bytes=TOTAL_B
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--path", choices=SERIES, action="append", help="default: all")
+    parser.add_argument("--direction", choices=DIRECTIONS, action="append", help="default: both")
     parser.add_argument("--size", type=int, action="append", help="KiB; default: all")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--mib", type=int, default=TOTAL_BYTES >> 20, help="bytes of a run, in MiB")
@@ -99,7 +101,8 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     sizes = [size << 10 for size in options.size or ()] or SIZES
     results = {}
-    for case in make_cases(options.path or tuple(SERIES), sizes, options.mib << 20):
+    directions = options.direction or DIRECTIONS
+    for case in make_cases(options.path or SERIES, directions, sizes, options.mib << 20):
         before = os.getloadavg()[0]
         times = results[case.describe()] = measure(case, options.rounds)
         limit, nixl = (times[s.value] for s in (case.series[0], Peer.nixl_api))
