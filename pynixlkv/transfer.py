@@ -74,6 +74,8 @@ class TransferResult:
         Seconds inside the library's post calls (the whole copy, on same-host paths of NIXL).
     transfer_s : float
         Seconds from the call to the end state.
+    transports : tuple of str
+        As `Peer.transports`.
     """
 
     bytes: int
@@ -85,6 +87,7 @@ class TransferResult:
     make_s: float
     post_s: float
     transfer_s: float
+    transports: tuple[str, ...] = ()
 
 
 class Peer(Uncopied):
@@ -243,7 +246,7 @@ class Transfer(Closeable):
         """Bytes moved, and times; raises `error`, or `StateError` before the end."""
         if not self.done():
             raise StateError(f"{self!r} has not ended; wait() for it first")
-        return TransferResult(*self._native.result)
+        return TransferResult(*self._native.result, self._peer.transports)
 
     def cancel(self) -> None:
         """End the transfer as cancelled unless it has ended. Does not block.

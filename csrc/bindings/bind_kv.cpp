@@ -58,8 +58,10 @@ kv::Group group_of(const py::handle& source) {
     const std::uint64_t block_size = number(source.attr("block_size"));
     kv::Group group{number(source.attr("element_bytes")),
                     {number(source.attr("num_blocks")), block_size == 0 ? 1 : block_size,
-                     number(dcp[0]), number(dcp[1]), number(source.attr("interleave"))},
+                     number(dcp[0]), number(dcp[1]), number(source.attr("interleave")),
+                     number(source.attr("tokens_per_state"))},
                     !source.attr("kv_heads").is_none()};
+    group.table = source.attr("table").cast<std::string>();
     const auto opaque_axes = source.attr("opaque_axes").cast<std::string>();
     for (std::size_t i = 0; i < kv::kNumAxes; ++i) {
         if (opaque_axes.find(kv::kAxisLetters[i]) != std::string::npos) {
@@ -99,15 +101,15 @@ std::shared_ptr<Plan> make_plan(const Geometry& local, const Geometry& remote,
                                 const std::vector<std::size_t>& remote_groups,
                                 std::optional<std::uint64_t> max_bytes,
                                 const std::optional<std::vector<Bounds>>& heads,
-                                const std::optional<std::vector<Bounds>>& layers) {
+                                const std::vector<std::vector<Bounds>>& layers) {
     const GilRelease release;
     kv::Selection selection;
     selection.max_bytes = std::min(max_bytes.value_or(kv::kMaxNumber), kv::kMaxNumber);
     if (heads) {
         selection.heads = intervals(*heads);
     }
-    if (layers) {
-        selection.layers = intervals(*layers);
+    for (const auto& of_group : layers) {
+        selection.layers.push_back(intervals(of_group));
     }
     return std::make_shared<Plan>(select(local, local_groups), select(remote, remote_groups),
                                   selection);
@@ -178,7 +180,7 @@ DescriptorArray digests(const Geometry& geometry, std::size_t group, const IdArr
                           view(arrays[0]),
                           view(arrays[1]),
                           view(arrays[2]),
-                          source.attr("has_values").cast<bool>() ? 2U : 1U,
+                          number(source.attr("planes")),
                           {}};
     for (const py::handle turns : source.attr("turns")) {
         const auto [rank, ranks, interleave] = turns.cast<std::array<std::uint64_t, 3>>();

@@ -1,6 +1,7 @@
 #include "ucx/context.hpp"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
@@ -89,6 +90,22 @@ Context::~Context() {
         const auto inside = devices_.enter();
         library_->fn().cleanup(handle_);
     }
+}
+
+std::string Context::info() const {
+    char* buffer = nullptr;
+    std::size_t size = 0;
+    std::FILE* stream = ::open_memstream(&buffer, &size);
+    if (stream == nullptr) {
+        return {};
+    }
+    {
+        const auto inside = devices_.enter();
+        library_->fn().context_print_info(handle_, stream);
+    }
+    (void)std::fclose(stream);
+    const UniqueHandle owner(static_cast<void*>(buffer), &std::free);
+    return {buffer, size};
 }
 
 std::shared_ptr<MemoryHandle> Context::find_allocated(std::uint64_t address,

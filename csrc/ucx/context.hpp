@@ -41,6 +41,8 @@ class Context : LiveCounted<Context> {
     [[nodiscard]] bool moves(capi::MemoryType type) const noexcept {
         return ((memory_types_ >> static_cast<unsigned>(type)) & 1U) != 0;
     }
+    /// What UCX prints of its devices and transports.
+    [[nodiscard]] std::string info() const;
     [[nodiscard]] const ProcessMark& process() const noexcept { return process_; }
     [[nodiscard]] transfer::DeviceContexts& devices() noexcept { return devices_; }
 

@@ -117,6 +117,9 @@ class UcxAgent(Agent):
             name, incarnation, self._context, self._error_handling, self._copy_threads
         )
 
+    def _transports(self) -> tuple[str, ...]:
+        return _loader.transports_of(self._context)
+
     @property
     def config(self) -> dict[str, str]:
         """Settings of UCX beyond those of the environment."""
