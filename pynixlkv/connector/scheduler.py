@@ -495,6 +495,11 @@ class ConnectorScheduler:
             self._host_pool.free(blocks)
 
     @property
+    def num_turns(self) -> int:
+        """Finished turns that are held, and are not being released."""
+        return len(self._turns)
+
+    @property
     def num_free_leases(self) -> int:
         """Requests that can be held in addition."""
         return self._slots.num_free

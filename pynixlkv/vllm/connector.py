@@ -346,6 +346,10 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._side.release_turns(1 << 62, "the cache is reset")
         return not self._turns
 
+    def has_pending_push_work(self) -> bool:
+        """Ask for steps while turns are being released."""
+        return self._side.num_turns < len(self._turns)
+
     # ---- worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
