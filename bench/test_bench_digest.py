@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pynixlkv import KVCache
+from pynixlkv.connector import ConnectorConfig
 from pynixlkv.digest import sample_units
 
 LAYERS, BLOCKS, HEADS, TOKENS, DIM = 32, 64, 8, 16, 128
@@ -53,7 +54,7 @@ def test_copy(benchmark, contents):
 
 @pytest.mark.benchmark(group="digests of 128 MiB")
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
-@pytest.mark.parametrize("fraction", [1, 1 / 16], ids=["all", "sampled"])
+@pytest.mark.parametrize("fraction", [1, ConnectorConfig.checksum_fraction], ids=["all", "sampled"])
 def test_digest(benchmark, contents, order, fraction):
     cache = make_cache(contents, order)
     table = np.random.default_rng(4).permutation(BLOCKS)

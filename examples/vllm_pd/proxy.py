@@ -2,7 +2,8 @@
 
 Each prompt goes to the prefill server first, cut down to one token; what that server answers in
 ``kv_transfer_params`` is handed to the decode server together with the request, whose answer is
-streamed back as it comes. A request with several prompts becomes one request for each of them,
+streamed back as it comes. Nothing is computed for a client that has hung up, or while no decode
+server answers. A request with several prompts becomes one request for each of them,
 because a hand-off holds the KV of one prompt.
 
 Requests with the same ``X-Conversation-Id`` are turns of a conversation. What decode answers in
@@ -33,12 +34,17 @@ MOST_CONVERSATIONS = 10000
 ROUTES = ("/v1/completions", "/v1/chat/completions")
 
 
+class Unavailable(Exception):
+    """No decode server answers."""
+
+
 class Proxy:
     """Sends requests to prefill servers in turn, and to decode servers in turn."""
 
     def __init__(self, prefill: list[str], decode: list[str], timeout_s: float) -> None:
         self._prefill = itertools.cycle(prefill)
         self._decode = itertools.cycle(decode)
+        self._num_decode = len(decode)
         self._timeout = ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         self._session: ClientSession
         self._turns: OrderedDict[str, dict[str, Any]] = OrderedDict()  # the oldest first
@@ -62,6 +68,8 @@ class Proxy:
                 if conversation is not None and not parts[0].get("stream"):
                     return await self._end_turn(conversation, answer)
                 return await _pass_on(request, answer)
+        except Unavailable as error:
+            return _refuse(503, str(error))
         except asyncio.TimeoutError:
             return _refuse(504, "a server did not answer in time")
         except (ClientError, ValueError) as error:
@@ -97,6 +105,7 @@ class Proxy:
         if "Authorization" in request.headers:
             headers["Authorization"] = request.headers["Authorization"]
 
+        decode = await self._find_decode()
         url = next(self._prefill) + request.path
         turn = self._turns.pop(request.headers.get("X-Conversation-Id", ""), {})
         async with self._session.post(url, json=_first(body, turn), headers=headers) as answer:
@@ -105,7 +114,7 @@ class Proxy:
                 return
             params = (await answer.json()).get("kv_transfer_params")
 
-        url = next(self._decode) + request.path
+        url = decode + request.path
         # Without parameters there was nothing to hand over: decode computes the prompt itself.
         second = {**body, "kv_transfer_params": params} if params else body
         async with self._session.post(url, json=second, headers=headers) as answer:
@@ -122,6 +131,20 @@ class Proxy:
             while len(self._turns) > MOST_CONVERSATIONS:
                 self._turns.popitem(last=False)
         return web.json_response(body, status=answer.status)
+
+    async def _find_decode(self) -> str:
+        """Return the next decode server that answers."""
+        why = ""
+        for _ in range(self._num_decode):
+            server = next(self._decode)
+            try:
+                async with self._session.get(server + "/health") as answer:
+                    if answer.status == 200:
+                        return server
+                    why = f"{server} answers {answer.status}"
+            except (ClientError, asyncio.TimeoutError) as error:
+                why = str(error) or f"{server} does not answer in time"
+        raise Unavailable(f"no decode server is up: {why}")
 
     def application(self) -> web.Application:
         """Return the web application."""
@@ -191,7 +214,10 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
     options = parser.parse_args()
     proxy = Proxy(options.prefill, options.decode, options.timeout)
-    web.run_app(proxy.application(), host=options.host, port=options.port)
+    # Without this, a handler goes on for a client that has hung up.
+    web.run_app(
+        proxy.application(), host=options.host, port=options.port, handler_cancellation=True
+    )
 
 
 if __name__ == "__main__":

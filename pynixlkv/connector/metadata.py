@@ -27,7 +27,8 @@ TransferMode = Literal["pull", "push"]
 Checksums = Literal["off", "sampled", "all"]
 """How much of a request's KV the consumer compares with the producer's digests."""
 
-_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+_MAX_TEXT = 512
+_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=_MAX_TEXT)]
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 _MAX_RANKS = 4096
 _Size = Annotated[int, msgspec.Meta(ge=1, le=_MAX_RANKS)]
@@ -137,7 +138,7 @@ class ConnectorConfig:
     checksums: Checksums = "sampled"
     """Compare digests of received KV with the producer's: ``"all"`` of it, ``"sampled"``, or
     ``"off"``. The consumer's option; every producer answers."""
-    checksum_fraction: float = 1 / 16
+    checksum_fraction: float = 1 / 32
     """Part of a request's KV that ``"sampled"`` compares; at least one unit of each group."""
     compatibility: Mapping[str, str] = field(default_factory=dict)
     """What both sides must agree on beyond their geometries (model, attention backend)."""
@@ -232,6 +233,12 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
             made = msgspec.convert(given, cls)
         except msgspec.ValidationError as error:
             raise ConfigError(f"kv_transfer_params: {error}") from error
+        for name, value in given.items():
+            if isinstance(value, str) and not _is_text(value):
+                raise ConfigError(
+                    f"kv_transfer_params: {name} is {value[:40]!r}; expected at most {_MAX_TEXT} "
+                    "bytes of UTF-8"
+                )
         made._check()
         return made
 
@@ -295,6 +302,13 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
             if key in data:
                 data[key] = [list(v) if isinstance(v, tuple) else v for v in data[key]]
         return data
+
+
+def _is_text(value: str) -> bool:
+    try:
+        return len(value.encode()) <= _MAX_TEXT
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can carry
+        return False
 
 
 _NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")

@@ -98,28 +98,17 @@ class _Source:
     """It still held afterwards."""
 
 
-@dataclass(eq=False, kw_only=True)
-class _Queued:
-    """A request that waits for its blocks."""
-
+@dataclass(eq=False)
+class _Request:
+    id: str
+    meta: ReqMeta
     remote: KVTransferParams
     reader: messages.Reader
     engine: RemoteEngine
-    end: EndState | None = None
-
-    @property
-    def lease(self) -> Lease | None:
-        """The producer's lease, if it is known."""
-        return self.reader.lease
-
-
-@dataclass(eq=False, kw_only=True)
-class _Request(_Queued):
-    id: str
-    meta: ReqMeta
     event: DeviceEvent | None
     deadline: float
     push_id: int
+    end: EndState | None = None
     step: _Step = _Step.CONNECTING
     sources: list[_Source] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
@@ -161,14 +150,11 @@ class Receiver:
         self._free_words = list(range(len(words)))
         self._engines = engines
         self._requests: dict[str, _Request] = {}
-        self._queued: dict[str, _Queued] = {}
+        self._queued: dict[str, RemoteEngine] = {}
         self._by_push_id: dict[int, _Request] = {}
         # A random start keeps ids of an earlier life of this worker from matching.
         self._next_push_id = secrets.randbits(61)
-        self._attaching: dict[RemoteEngine, list[messages.Reader]] = defaultdict(list)
-        self._releasing: list[tuple[messages.Reader, RemoteEngine]] = []
         self._checks: list[_Check] = []
-        self._outbox: dict[RemoteRank, list[messages.Reader]] = defaultdict(list)
 
     # ---- the engine's commands
 
@@ -177,11 +163,8 @@ class Receiver:
         if request_id in self._requests:
             raise PlanError(f"request {request_id!r} is being received, it does not wait")
         self._forget(request_id)
-        reader = _reader(remote)
-        engine = self._engine(remote, now)
-        engine.requests.add(request_id)
-        self._queued[request_id] = _Queued(remote=remote, reader=reader, engine=engine)
-        self._attach(reader, engine)
+        self._queued[request_id] = engine = self._engine(remote, now)
+        self._engines.attach(engine, request_id, _reader(remote))
 
     def receive(
         self, request_id: str, meta: ReqMeta, event: DeviceEvent | None, now: float
@@ -194,9 +177,7 @@ class Receiver:
         is_attached = request_id in self._queued
         self._forget(request_id)
         engine = self._engine(remote, now)
-        engine.requests.add(request_id)
-        if not is_attached:
-            self._attach(reader, engine)
+        self._engines.attach(engine, request_id, reader, is_known=is_attached)
         self._next_push_id += 1
         request = _Request(
             id=request_id,
@@ -213,7 +194,7 @@ class Receiver:
     def release(self, request_id: str, remote: KVTransferParams, now: float) -> None:
         """Tell a producer, once, that a request is no longer wanted."""
         self._forget(request_id)
-        self._releasing.append((_reader(remote), self._engine(remote, now)))
+        self._engines.release(self._engine(remote, now), _reader(remote))
 
     def abort(self, request_id: str) -> None:
         """End a request that the engine has given up."""
@@ -225,19 +206,14 @@ class Receiver:
                 TransferCancelled(f"request {request_id!r} was aborted by its engine"),
             )
 
-    def _attach(self, reader: messages.Reader, engine: RemoteEngine) -> None:
-        """Attach a reader before others of the lease can end it; heartbeats repeat it."""
-        if engine.state is RemoteEngineState.READY and reader.lease is not None:
-            self._attaching[engine].append(reader)
-
     def _engine(self, remote: KVTransferParams, now: float) -> RemoteEngine:
         lease_duration = remote.lease_duration or self._ctx.config.lease_duration
         return self._engines.get(remote, self._ctx.config.heartbeat_period(lease_duration), now)
 
     def _forget(self, request_id: str) -> None:
-        queued = self._queued.pop(request_id, None)
-        if queued is not None:
-            queued.engine.requests.discard(request_id)
+        engine = self._queued.pop(request_id, None)
+        if engine is not None:
+            engine.requests.pop(request_id, None)
 
     # ---- messages of producers
 
@@ -255,14 +231,12 @@ class Receiver:
         ended = {lease for _, lease, state in message.not_held if state is LeaseStatus.ENDED}
         for request in list(self._requests.values()) if ended else ():
             # Once a pull has begun, only the lease word says whether it was in time.
-            if request.lease in ended and request.step is _Step.CONNECTING:
+            if request.reader.lease in ended and request.step is _Step.CONNECTING:
                 self._expire(request, producers[0])
 
     def on_push_done(self, agent: str, message: messages.PushDone) -> None:
         """Take the end of a push."""
-        request = self._by_push_id.get(message.push_id)
-        ranks = () if request is None else request.engine.ranks
-        producer = next((rank for rank in ranks if rank.peer.name == agent), None)
+        request, producer = self._asked(agent, message.push_id)
         if request is None or producer is None:
             self._ctx.stats.count("late_notifications")
             return
@@ -273,37 +247,33 @@ class Receiver:
         if message.expired:
             self._expire(request, producer)
         elif message.error:
-            self._fail(
-                request,
-                TransferError(
-                    f"the producer's rank {producer.rank} did not write: {message.error}",
-                    peer=producer.peer.name,
-                ),
-            )
+            self._refused(request, producer, f"did not write: {message.error}")
 
     def on_digests(self, agent: str, message: messages.Digests) -> None:
         """Take a rank's digests of what it gave."""
-        request = self._by_push_id.get(message.digest_id)
+        request, producer = self._asked(agent, message.digest_id)
         check = None if request is None else request.verification
-        ranks = () if check is None else check.ask_at
-        producer = next((rank for rank in ranks if rank.peer.name == agent), None)
-        if request is None or check is None or producer is None:
+        if request is None or producer is None or check is None or producer not in check.ask_at:
             self._ctx.stats.count("late_notifications")
         elif message.expired:
             self._expire(request, producer, "before it gave digests of them")
         elif message.error:
-            self._fail(
-                request,
-                TransferError(
-                    f"the producer's rank {producer.rank} gave no digests: {message.error}",
-                    peer=producer.peer.name,
-                ),
-            )
+            self._refused(request, producer, f"gave no digests: {message.error}")
         else:
             try:
                 check.take(producer, message.values)
             except PynixlkvError as error:
                 self._fail(request, error)
+
+    def _asked(self, agent: str, push_id: int) -> tuple[_Request | None, RemoteRank | None]:
+        """Return the request and the rank that an answer is for, if there are any."""
+        request = self._by_push_id.get(push_id)
+        ranks = () if request is None else request.engine.ranks
+        return request, next((rank for rank in ranks if rank.peer.name == agent), None)
+
+    def _refused(self, request: _Request, producer: RemoteRank, why: str) -> None:
+        text = f"the producer's rank {producer.rank} {why}"
+        self._fail(request, TransferError(text, peer=producer.peer.name))
 
     # ---- the thread's round
 
@@ -311,8 +281,7 @@ class Receiver:
         """Advance everything; add quiet ends to `ends`; return the seconds until the next call."""
         for engine in self._engines.settle(now):
             self._lose(engine)
-        due = self._send_due_heartbeats(now)
-        self._send_attaches()
+        due = self._engines.send_heartbeats(now)
         self._checks = [check for check in self._checks if not self._take_words(check, now)]
         to_check: _ToCheck = defaultdict(list)
         for request in list(self._requests.values()):
@@ -326,7 +295,6 @@ class Receiver:
                 del self._requests[request.id], self._by_push_id[request.push_id]
                 ends[request.id] = self._close(request, now)
         self._check(to_check, now)
-        self._flush_releases()
         return 0.0 if self._engines.have_news else due
 
     def _advance(self, request: _Request, now: float, to_check: _ToCheck) -> float:
@@ -361,12 +329,12 @@ class Receiver:
                     due = min(due, source.check_at - now)
             if not request.pushing and all(source.is_held for source in request.sources):
                 request.step = _Step.VERIFYING
-                if request.verification is not None:
-                    request.verification.begin()
-        if request.verification is not None and request.end is None:
-            due = min(due, self._verify(request, request.verification, now))
-        elif request.step is _Step.VERIFYING:
-            self._stage(request)
+                if self._ctx.config.checksums == "off":
+                    self._stage(request)
+                else:
+                    self._verification(request).begin()
+        if self._ctx.config.checksums != "off" and request.end is None:
+            due = min(due, self._verify(request, now))
         if request.step is _Step.STAGING:
             if request.staging is not None and not request.staging.query():
                 return _POLL_S
@@ -390,10 +358,6 @@ class Receiver:
 
     def _start(self, request: _Request) -> None:
         request.step = _Step.MOVING
-        if self._ctx.config.checksums != "off":
-            request.verification = Verification(
-                self._ctx, request.id, request.meta, request.engine.sources
-            )
         if self._ctx.config.transfer_mode == "push":
             request.pushing.update(request.engine.sources)
             return
@@ -402,9 +366,7 @@ class Receiver:
 
     def _read(self, request: _Request, source: _Source, now: float) -> None:
         meta, remote, producer = request.meta, request.remote, source.producer
-        local, local_starts = self._ctx.tables_by_group(
-            self._ctx.cache, meta.host_blocks or meta.blocks, meta.starts, meta.block_sizes
-        )
+        local, local_starts = self._ctx.local_tables(meta)
         theirs, their_starts = self._ctx.tables_by_group(
             producer.geometry, remote.blocks, remote.starts, remote.remote_block_sizes
         )
@@ -414,11 +376,11 @@ class Receiver:
                 producer.peer,
                 plan,
                 {name: local[name] for name in wanted},
-                {name: theirs[name] for name in wanted},
+                {name: theirs[name] for _, name in plan.pairs},
                 timeout=max(request.deadline - now, _POLL_S),
                 num_tokens=dict.fromkeys(wanted, meta.num_tokens),
                 local_start={name: local_starts[name] for name in wanted},
-                remote_start={name: their_starts[name] for name in wanted},
+                remote_start={name: their_starts[name] for _, name in plan.pairs},
             )
             source.running.append(transfer)
             request.transfers.append(transfer)
@@ -446,10 +408,12 @@ class Receiver:
                 f"request {request.id!r}: the producer has {len(remote.blocks)} block tables, this "
                 f"side {len(meta.blocks)}"
             )
+        self._ctx.check_state(meta.num_tokens, remote.remote_num_tokens or 0)
+        state = self._ctx.state_tables
         late = [
             f"table {index} from {there} on, wanted from {here}"
             for index, (here, there) in enumerate(zip(meta.starts, remote.starts, strict=True))
-            if there > here
+            if there > here and index not in state
         ]
         if late or meta.num_tokens > (remote.remote_num_tokens or 0):
             raise PlanError(
@@ -457,10 +421,10 @@ class Receiver:
                 f"{meta.num_tokens}; {'; '.join(late) or 'from position 0 on'}"
             )
         slots = min(p.words.remote.groups[0].num_blocks for p in request.engine.ranks)
-        if _lease(request).slot >= slots:
+        lease = _lease(request)
+        if lease.slot >= slots:
             raise PlanError(
-                f"request {request.id!r}: its lease is {request.lease}, but the producer has "
-                f"{slots} slots"
+                f"request {request.id!r}: its lease is {lease}, but the producer has {slots} slots"
             )
 
     def _ask(self, request: _Request, now: float) -> float:
@@ -479,12 +443,12 @@ class Receiver:
                 consumer=self._ctx.identity,
                 push_id=request.push_id,
                 request_id=request.reader.request_id,
-                lease=request.lease,
+                lease=request.reader.lease,
                 blocks=meta.host_blocks or meta.blocks,
                 starts=meta.starts,
                 block_sizes=meta.block_sizes,
                 num_tokens=meta.num_tokens,
-                is_verified=request.verification is not None,
+                is_verified=self._ctx.config.checksums != "off",
                 reader_number=request.reader.number,
                 num_readers=request.reader.num_readers,
                 content=meta.content,
@@ -500,11 +464,22 @@ class Receiver:
                 self._fail(request, error)
         return request.ask_at - now
 
-    def _verify(self, request: _Request, check: Verification, now: float) -> float:
+    def _verification(self, request: _Request) -> Verification:
+        """Return what verifies a request; made once its bytes move, which it need not wait for."""
+        if request.verification is None:
+            sources = request.engine.sources
+            request.verification = Verification(self._ctx, request.id, request.meta, sources)
+        return request.verification
+
+    def _verify(self, request: _Request, now: float) -> float:
         """Ask for digests of what is being read or has been written, and compare them at last."""
-        asked = set(check.ask_at) if request.step is _Step.VERIFYING else set()
-        asked.update(source.producer for source in request.sources if source.is_granted)
+        asked = {source.producer for source in request.sources if source.is_granted}
+        if request.step is _Step.VERIFYING:
+            asked.update(request.engine.sources)
         due = float("inf")
+        if not asked:
+            return due
+        check = self._verification(request)
         for producer in [p for p in check.ask_at if p in asked and p.has_answered]:
             if now >= check.ask_at[producer]:
                 check.ask_at[producer] = now + request.engine.heartbeat_period
@@ -598,71 +573,8 @@ class Receiver:
         self._free_words += check.slots
         return True
 
-    def _send_due_heartbeats(self, now: float) -> float:
-        due = self._ctx.config.peer_ttl
-        for engine in self._engines.all():
-            if engine.state is not RemoteEngineState.READY or not engine.requests:
-                continue
-            if now >= engine.next_heartbeat:
-                engine.next_heartbeat = now + engine.heartbeat_period
-                self._beat_or_drop(engine)
-            due = min(due, max(engine.next_heartbeat - now, 0.0))
-        return due
-
-    def renew_leases(self) -> None:
-        """Send heartbeats at once: after a pause of this process, leases may be about to expire."""
-        for engine in self._engines.all():
-            if engine.state is RemoteEngineState.READY and engine.requests:
-                self._send_heartbeats(engine)
-
-    def _beat_or_drop(self, engine: RemoteEngine) -> None:
-        for producer in engine.ranks:
-            if producer.unanswered >= self._ctx.config.missed_heartbeats:
-                error = PeerLostError(
-                    f"rank {producer.rank} of engine {engine.engine_id!r} left "
-                    f"{producer.unanswered} heartbeats unanswered",
-                    peer=producer.peer.name,
-                )
-                self._engines.drop(engine, error)
-                return
-        if self._send_heartbeats(engine):
-            for producer in engine.ranks:
-                producer.unanswered += 1
-
-    def _send_heartbeats(self, engine: RemoteEngine) -> bool:
-        wanted = []
-        for request_id in engine.requests:
-            request = self._requests.get(request_id) or self._queued.get(request_id)
-            if request is not None and request.lease is not None and request.end is None:
-                wanted.append(request.reader)
-        heartbeats = [messages.encode(messages.Heartbeat(e)) for e in _chunks(wanted) or [[]]]
-        for producer in engine.ranks:
-            try:
-                if producer.unanswered:
-                    # It may have missed this worker's hello, or forgotten it.
-                    self._ctx.introduce(producer.peer)
-                for heartbeat in heartbeats:
-                    self._ctx.agent.notify(producer.peer, heartbeat)
-            except PynixlkvError as error:
-                self._engines.drop(engine, _lost(engine, error))
-                return False
-        return True
-
-    def _send_attaches(self) -> None:
-        attaching, self._attaching = self._attaching, defaultdict(list)
-        for engine, all_readers in attaching.items():
-            if engine.state is not RemoteEngineState.READY:
-                continue
-            try:
-                for readers in _chunks(all_readers):
-                    data = messages.encode(messages.Heartbeat(readers, wants_ack=False))
-                    for producer in engine.ranks:
-                        self._ctx.agent.notify(producer.peer, data)
-            except PynixlkvError as error:
-                self._engines.drop(engine, _lost(engine, error))
-
     def _lose(self, engine: RemoteEngine) -> None:
-        for request_id in [r for r, queued in self._queued.items() if queued.engine is engine]:
+        for request_id in [r for r, queued_at in self._queued.items() if queued_at is engine]:
             self._forget(request_id)
         if not engine.requests:
             return
@@ -698,6 +610,7 @@ class Receiver:
             return
         request.end = end
         request.error = error
+        request.engine.requests[request.id] = None
         request.step = _Step.DRAINING
         request.ask_at = 0.0  # cancel pushes at once
         for transfer in request.transfers:
@@ -708,16 +621,16 @@ class Receiver:
 
     def _close(self, request: _Request, now: float) -> RequestEnd:
         engine = request.engine
-        engine.requests.discard(request.id)
+        engine.requests.pop(request.id, None)
         engine.last_used = now
         end = request.end
         assert end is not None
         has_written = (
             end is EndState.RECEIVED
             and self._ctx.config.transfer_mode == "push"
-            and request.verification is None
+            and self._ctx.config.checksums == "off"
         )
-        self._tell(request.reader, engine, only_bystanders=has_written)
+        self._engines.release(engine, request.reader, only_bystanders=has_written)
         self._ctx.stats.ended(end.value, request.error)
         if end is EndState.RECEIVED:
             return RequestEnd(end, None, ())
@@ -727,37 +640,6 @@ class Receiver:
             extra={"request": request.id, "peer": engine.engine_id},
         )  # fmt: skip
         return RequestEnd(end, request.error, request.meta.blocks)
-
-    def _tell(
-        self, reader: messages.Reader, engine: RemoteEngine, *, only_bystanders: bool = False
-    ) -> None:
-        """Release a request at the producer's ranks, or at those that bytes do not come from.
-
-        Ranks that have written the request know already.
-        """
-        if engine.state is RemoteEngineState.CONNECTING:
-            self._releasing.append((reader, engine))
-            return
-        if engine.state is RemoteEngineState.DEAD:
-            self._ctx.stats.count("releases_lost")  # its leases expire by themselves
-            return
-        for producer in engine.ranks:
-            if not (only_bystanders and producer.plans):
-                self._outbox[producer].append(reader)
-
-    def _flush_releases(self) -> None:
-        releasing, self._releasing = self._releasing, []
-        for reader, engine in releasing:
-            self._tell(reader, engine)
-        outbox, self._outbox = self._outbox, defaultdict(list)
-        for producer, all_entries in outbox.items():
-            for entries in _chunks(all_entries):
-                message = messages.Release(self._ctx.identity, entries)
-                try:
-                    self._ctx.agent.notify(producer.peer, messages.encode(message))
-                except PynixlkvError as error:
-                    _log.info("%s cannot be told of releases: %s", producer.peer.name, str(error))
-                    self._ctx.stats.count("releases_lost")
 
     def has(self, request_id: str) -> bool:
         """Whether a request is being received."""
@@ -777,21 +659,6 @@ def _reader(remote: KVTransferParams) -> messages.Reader:
     return messages.Reader(request_id, lease, remote.reader or 0, remote.num_readers)
 
 
-def _chunks(entries: list[_T]) -> list[list[_T]]:
-    step = messages.MAX_ENTRIES
-    return [entries[i : i + step] for i in range(0, len(entries), step)]
-
-
 def _lease(request: _Request) -> Lease:
-    assert request.lease is not None  # KVTransferParams requires it for a pull
-    return request.lease
-
-
-def _lost(engine: RemoteEngine, error: PynixlkvError) -> PeerLostError:
-    if isinstance(error, PeerLostError):
-        return error
-    lost = PeerLostError(
-        f"engine {engine.engine_id!r} cannot be told: {error}", peer=engine.engine_id
-    )
-    lost.__cause__ = error
-    return lost
+    assert request.reader.lease is not None  # KVTransferParams requires it for a pull
+    return request.reader.lease

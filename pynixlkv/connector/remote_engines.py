@@ -1,4 +1,4 @@
-"""A consumer's connections to the ranks of producer engines.
+"""A consumer's connections to the ranks of producer engines, and the account of its readers there.
 
 A `RemoteEngine` is created on first use and connects in the background; any number of requests can
 wait for it. Its states are CONNECTING, READY and DEAD, in this order. It is forgotten once it is
@@ -12,12 +12,13 @@ shown that its engine, or the tenant of its address, is another one.
 from __future__ import annotations
 
 import enum
+import logging
 import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from pynixlkv.connector import tp_mapping, verification
+from pynixlkv.connector import messages, tp_mapping, verification
 from pynixlkv.connector.leases import LEASE_GROUP
 from pynixlkv.errors import HandshakeError, PeerLostError, PynixlkvError, RankNotFound, StateError
 from pynixlkv.plan import TransferPlan
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from pynixlkv.geometry import Geometry, KVCache
     from pynixlkv.types import Rank
 
+_log = logging.getLogger(__name__)
 
 _REFUSAL_S = 1.0
 """For this long after an engine could not be reached, requests that name it fail at once."""
@@ -90,9 +92,9 @@ class RemoteEngine:
     state: RemoteEngineState = RemoteEngineState.CONNECTING
     ranks: list[RemoteRank] = field(default_factory=list)
     error: PynixlkvError | None = None
-    requests: set[str] = field(default_factory=set)
-    """Local ids of queued and running requests. While there are any, their leases are kept alive
-    and, after the engine's death, its peers stay connected."""
+    requests: dict[str, messages.Reader | None] = field(default_factory=dict)
+    """By local id, the readers of queued and running requests, whose leases are kept alive; None
+    for one that has its end. While there are any, a dead engine's peers stay connected."""
     num_checks: int = 0
     """Reads of lease words that are not quiet; they need the peers as well."""
     heartbeat_period: float = 0.0
@@ -141,6 +143,9 @@ class RemoteEngines:
         self._tests: list[Transfer] = []  # reads into them that may not be quiet
         self._num_tests = 0
         self._dead: list[RemoteEngine] = []  # still connecting, or with peers in use
+        self._attaching: dict[RemoteEngine, list[messages.Reader]] = defaultdict(list)
+        self._releasing: list[tuple[RemoteEngine, messages.Reader]] = []
+        self._outbox: dict[RemoteRank, list[messages.Reader]] = defaultdict(list)
 
     def __len__(self) -> int:
         return len(self._engines)
@@ -247,6 +252,113 @@ class RemoteEngines:
                     transfer.cancel()
             self._testing.release()
 
+    # ---- readers
+
+    def attach(
+        self, engine: RemoteEngine, request_id: str, reader: messages.Reader, is_known: bool = False
+    ) -> None:
+        """Attach a reader before others of its lease can end it; heartbeats repeat it."""
+        engine.requests[request_id] = reader
+        is_ready = engine.state is RemoteEngineState.READY
+        if is_ready and reader.lease is not None and not is_known:
+            self._attaching[engine].append(reader)
+
+    def release(
+        self, engine: RemoteEngine, reader: messages.Reader, *, only_bystanders: bool = False
+    ) -> None:
+        """Release a request at the producer's ranks, or at those that bytes do not come from.
+
+        Ranks that have written the request know already.
+        """
+        if engine.state is RemoteEngineState.CONNECTING:
+            self._releasing.append((engine, reader))
+        elif engine.state is RemoteEngineState.DEAD:
+            self._ctx.stats.count("releases_lost")  # its leases expire by themselves
+        else:
+            for producer in engine.ranks:
+                if not (only_bystanders and producer.plans):
+                    self._outbox[producer].append(reader)
+
+    def send_heartbeats(self, now: float) -> float:
+        """Send new readers, and the heartbeats that are due; return when the next one is."""
+        due = self._ctx.config.peer_ttl
+        for engine in self.all():
+            if engine.state is not RemoteEngineState.READY or not engine.requests:
+                continue
+            if now >= engine.next_heartbeat:
+                engine.next_heartbeat = now + engine.heartbeat_period
+                self._beat_or_drop(engine)
+            due = min(due, max(engine.next_heartbeat - now, 0.0))
+        attaching, self._attaching = self._attaching, defaultdict(list)
+        for engine, readers in attaching.items():
+            if engine.state is RemoteEngineState.READY:
+                self._tell(engine, readers, wants_ack=False)
+        return due
+
+    def renew_leases(self) -> None:
+        """Send heartbeats at once: after a pause of this process, leases may be about to expire."""
+        for engine in self.all():
+            if engine.state is RemoteEngineState.READY and engine.requests:
+                self._beat(engine)
+
+    def _beat_or_drop(self, engine: RemoteEngine) -> None:
+        for producer in engine.ranks:
+            if producer.unanswered >= self._ctx.config.missed_heartbeats:
+                error = PeerLostError(
+                    f"rank {producer.rank} of engine {engine.engine_id!r} left "
+                    f"{producer.unanswered} heartbeats unanswered",
+                    peer=producer.peer.name,
+                )
+                self.drop(engine, error)
+                return
+        if self._beat(engine):
+            for producer in engine.ranks:
+                producer.unanswered += 1
+
+    def _beat(self, engine: RemoteEngine) -> bool:
+        readers = [r for r in engine.requests.values() if r is not None and r.lease is not None]
+        return self._tell(engine, readers, wants_ack=True)
+
+    def _tell(
+        self, engine: RemoteEngine, readers: list[messages.Reader], *, wants_ack: bool
+    ) -> bool:
+        """Send a heartbeat for some readers to all ranks of an engine; drop it if that fails."""
+        chunks = _chunks(readers) or [[]]
+        heartbeats = [messages.encode(messages.Heartbeat(each, wants_ack)) for each in chunks]
+        try:
+            for producer in engine.ranks:
+                if wants_ack and producer.unanswered:
+                    # It may have missed this worker's hello, or forgotten it.
+                    self._ctx.introduce(producer.peer)
+                for heartbeat in heartbeats:
+                    self._ctx.agent.notify(producer.peer, heartbeat)
+        except PynixlkvError as error:
+            lost = error
+            if not isinstance(error, PeerLostError):
+                text = f"engine {engine.engine_id!r} cannot be told: {error}"
+                lost = PeerLostError(text, peer=engine.engine_id)
+                lost.__cause__ = error
+            self.drop(engine, lost)
+            return False
+        return True
+
+    def send_releases(self) -> None:
+        """Send the releases since the last call."""
+        releasing, self._releasing = self._releasing, []
+        for engine, reader in releasing:
+            self.release(engine, reader)
+        outbox, self._outbox = self._outbox, defaultdict(list)
+        for producer, all_readers in outbox.items():
+            for readers in _chunks(all_readers):
+                message = messages.Release(self._ctx.identity, readers)
+                try:
+                    self._ctx.agent.notify(producer.peer, messages.encode(message))
+                except PynixlkvError as error:
+                    _log.info("%s cannot be told of releases: %s", producer.peer.name, str(error))
+                    self._ctx.stats.count("releases_lost")
+
+    # ---- connections
+
     def settle(self, now: float) -> list[RemoteEngine]:
         """Finish handshakes and forget idle engines; return those that have just died."""
         for engine in self.all():
@@ -310,6 +422,11 @@ class RemoteEngines:
             for rank in engine.connecting.result():
                 self._ctx.peers.release(rank.peer)
         return True
+
+
+def _chunks(readers: list[messages.Reader]) -> list[list[messages.Reader]]:
+    step = messages.MAX_ENTRIES
+    return [readers[i : i + step] for i in range(0, len(readers), step)]
 
 
 def split(peer: Peer) -> Sequence[Geometry]:

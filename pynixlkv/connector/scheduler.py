@@ -36,16 +36,37 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """How to read the block tables of one group of layers."""
+    """How to read the block tables of one group of layers.
+
+    A rule for each kind of table:
+
+    * one block per block of tokens: ``GroupSpec(16)``; with a window, ``GroupSpec(16, window=1024)``;
+    * one slot per block of tokens, of which the one at the last position has the state:
+      ``GroupSpec(16, window=1)``;
+    * one slot (or ring) per request: ``GroupSpec(0)``; ``slots=1`` if scratch slots follow it.
+    """
 
     block_size: int
     """Tokens per block of a table (of all ranks together, under context parallelism); 0 for state,
     whose tables are not by position."""
     window: int | None = None
     """Number of last tokens that attention reaches; earlier blocks are neither held nor fetched."""
+    chunk: int | None = None
+    """Tokens per chunk, if attention stays inside a chunk: blocks before the last one are not
+    needed."""
+    state_tokens: int | None = None
+    """For state whose tables are by position nevertheless: tokens per block. Each block has the
+    state after the last of its tokens, so the last block is all that is needed."""
     null_block: int | None = None
     """The block number that stands for "none": at the front of a table, or anywhere in one of
     state, whose other entries are those that carry it."""
+    slots: int | None = None
+    """Of state: how many entries, the first that are not null, carry it; by default all."""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a request's blocks need not hold all of its tokens."""
+        return self.window is not None or self.chunk is not None
 
 
 @dataclass
@@ -86,6 +107,9 @@ class ConnectorScheduler:
         Options.
     host_pool : HostBlockPool, optional
         Host blocks for staging, where device memory cannot be registered.
+    withheld_tokens : int
+        Last tokens of a prompt that producers leave to their consumers, because state and windows
+        cannot go back to an earlier token.
     """
 
     def __init__(
@@ -97,6 +121,7 @@ class ConnectorScheduler:
         parallel: ParallelSizes | None = None,
         config: ConnectorConfig | None = None,
         host_pool: HostBlockPool | None = None,
+        withheld_tokens: int = 0,
     ) -> None:
         self.engine_id = engine_id
         self.address = address
@@ -104,6 +129,7 @@ class ConnectorScheduler:
         self._parallel = parallel or ParallelSizes()
         self._config = config or ConnectorConfig()
         self._host_pool = host_pool
+        self._withheld_tokens = withheld_tokens
         self._block_sizes = tuple(group.block_size for group in self._groups)
         self._common_block = math.lcm(*(g.block_size for g in self._groups if g.block_size))
         self._slots = LeaseSlots(self._config.max_leases)
@@ -193,8 +219,11 @@ class ConnectorScheduler:
         return count, True
 
     def _num_fetchable(self, request: RequestInfo) -> int:
-        count, remote = request.num_prompt_tokens, request.params.remote_num_tokens
+        count = request.num_prompt_tokens - self._withheld_tokens
+        remote = request.params.remote_num_tokens
         if remote is not None:
+            if remote > count and any(group.state_tokens for group in self._groups):
+                return 0  # state of a later token
             count = min(count, remote)
         if not self._config.partial_blocks:
             count -= count % self._common_block
@@ -228,7 +257,9 @@ class ConnectorScheduler:
                 f"request {request_id!r}: the host blocks that were free when "
                 "get_num_new_matched_tokens was called are not; schedule in the order of the calls"
             )
-        content = _prompt_content(request) if remote.lease is None else None
+        content = None
+        if remote.lease is None:
+            content = _prompt_content(request, self._withheld_tokens)
         meta = replace(meta, remote=remote, content=content)
         del self._open[request_id]
         self._next.reqs_waiting.pop(request_id, None)
@@ -524,8 +555,10 @@ def _check_content(request: RequestInfo) -> None:
         )
 
 
-def _prompt_content(request: RequestInfo) -> str | None:
-    return None if request.content is None else request.content(request.num_prompt_tokens)
+def _prompt_content(request: RequestInfo, num_withheld: int = 0) -> str | None:
+    """Return the digest of a prompt as the producer has it."""
+    count = request.num_prompt_tokens - num_withheld
+    return None if request.content is None else request.content(count)
 
 
 def _is_own(request: RequestInfo) -> bool:
@@ -557,10 +590,20 @@ def cut_table(
     spec: GroupSpec, table: Sequence[int], begin: int, end: int
 ) -> tuple[tuple[int, ...], int]:
     """Return the part of a block table that covers positions, and that of its first block."""
+    if spec.state_tokens:
+        at = (end - 1) // spec.state_tokens
+        slot = tuple(table[at : at + 1])
+        if not slot or spec.null_block in slot:
+            raise ConfigError(
+                f"entry {at} of a table of {len(table)} blocks has no state of token {end - 1}"
+            )
+        return slot, 0
     if spec.block_size == 0:
-        return tuple(block for block in table if block != spec.null_block), 0
+        return tuple(block for block in table if block != spec.null_block)[: spec.slots], 0
     if spec.window is not None:
         begin = max(begin, end - spec.window)
+    if spec.chunk is not None:
+        begin = max(begin, (end - 1) // spec.chunk * spec.chunk)
     first, last = begin // spec.block_size, _ceil(end, spec)
     cut = tuple(table[first:last])
     if len(cut) < last - first:
@@ -569,7 +612,7 @@ def cut_table(
         )
     if spec.null_block is not None:
         nulls = 0
-        while spec.window is not None and nulls < len(cut) and cut[nulls] == spec.null_block:
+        while spec.is_partial and nulls < len(cut) and cut[nulls] == spec.null_block:
             nulls += 1
         cut, first = cut[nulls:], first + nulls
         if spec.null_block in cut:

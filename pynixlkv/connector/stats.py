@@ -8,26 +8,42 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import msgspec
+
+from pynixlkv.errors import (
+    HandshakeTimeout,
+    KVCorruptError,
+    LeaseExpired,
+    NativeError,
+    PeerLostError,
+    TransferError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from typing_extensions import Self
+
     from pynixlkv.agent import Transfer, TransferResult
 
 __all__ = [
+    "BUCKET_BOUNDS_BYTES",
     "BUCKET_BOUNDS_S",
     "ConnectorStats",
     "EventName",
     "PrometheusMetrics",
+    "SizeHistogram",
     "StatsSnapshot",
     "TimeHistogram",
 ]
 
 BUCKET_BOUNDS_S: tuple[float, ...] = tuple(2.0**i * 1e-6 for i in range(28))
-"""Upper bounds of the buckets of every histogram: powers of two from 1 µs to 134 s."""
+"""Upper bounds of the buckets of a histogram of times: powers of two from 1 µs to 134 s."""
+
+BUCKET_BOUNDS_BYTES: tuple[float, ...] = tuple(2.0 ** (i + 10) for i in range(28))
+"""The same of a histogram of sizes: powers of two from 1 KiB to 128 GiB."""
 
 EventName: TypeAlias = Literal[
     "attach_failures",  # consumers that could not be connected
@@ -44,34 +60,60 @@ EventName: TypeAlias = Literal[
 ]
 """What is counted by name."""
 
+FailureCause: TypeAlias = Literal["corrupt", "lease", "link", "peer", "refused"]
+"""Wrong bytes; a lease that ended; a transfer that failed or took too long; a producer that died;
+engines or a hand-off that do not fit."""
+
+_CAUSES: tuple[tuple[tuple[type[Exception], ...], FailureCause], ...] = (
+    ((KVCorruptError,), "corrupt"),
+    ((LeaseExpired,), "lease"),
+    ((PeerLostError, HandshakeTimeout), "peer"),
+    ((TransferError, NativeError), "link"),
+)
+"""The cause of an error is that of its first class here, or else ``"refused"``."""
+
 _NUM_BUCKETS = len(BUCKET_BOUNDS_S) + 1
 
 
 class TimeHistogram(msgspec.Struct):
-    """A histogram of durations."""
+    """A histogram of durations in seconds."""
 
     counts: list[int] = msgspec.field(default_factory=lambda: [0] * _NUM_BUCKETS)
     """Values by bucket. A value is at most the bound of its bucket in `BUCKET_BOUNDS_S`; one more
     bucket takes the values above the last bound."""
-    sum_s: float = 0.0
+    sums: list[float] = msgspec.field(default_factory=lambda: [0.0] * _NUM_BUCKETS)
+    """Sum of the values of each bucket."""
 
-    def add(self, seconds: float) -> None:
-        """Count a value in seconds; a negative one counts as 0."""
-        seconds = max(seconds, 0.0)
+    BOUNDS: ClassVar[tuple[float, ...]] = BUCKET_BOUNDS_S
+
+    def add(self, value: float) -> None:
+        """Count a value; a negative one counts as 0."""
+        value = max(value, 0.0)
         # frexp gives the exponent of the next power of two; exact powers belong to the one below.
-        mantissa, exponent = math.frexp(seconds * 1e6)
-        bucket = exponent - 1 if mantissa == 0.5 else exponent
-        self.counts[min(max(bucket, 0), _NUM_BUCKETS - 1)] += 1
-        self.sum_s += seconds
+        mantissa, exponent = math.frexp(value / self.BOUNDS[0])
+        bucket = min(max(exponent - (mantissa == 0.5), 0), _NUM_BUCKETS - 1)
+        self.counts[bucket] += 1
+        self.sums[bucket] += value
 
     @property
     def count(self) -> int:
         """Number of values."""
         return sum(self.counts)
 
-    def __add__(self, other: TimeHistogram) -> TimeHistogram:
-        counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
-        return TimeHistogram(counts, self.sum_s + other.sum_s)
+    @property
+    def total(self) -> float:
+        """Sum of all values."""
+        return sum(self.sums)
+
+    def __add__(self, other: Self) -> Self:
+        pairs = ((self.counts, other.counts), (self.sums, other.sums))
+        return type(self)(*([a + b for a, b in zip(*pair, strict=True)] for pair in pairs))
+
+
+class SizeHistogram(TimeHistogram):
+    """A histogram of sizes in bytes, with the bounds of `BUCKET_BOUNDS_BYTES`."""
+
+    BOUNDS: ClassVar[tuple[float, ...]] = BUCKET_BOUNDS_BYTES
 
 
 class StatsSnapshot(msgspec.Struct):
@@ -87,6 +129,10 @@ class StatsSnapshot(msgspec.Struct):
     """Time that they spent in the library's post calls."""
     transfer: TimeHistogram = msgspec.field(default_factory=TimeHistogram)
     """Time from the call to the end."""
+    hand_off: TimeHistogram = msgspec.field(default_factory=TimeHistogram)
+    """Time from the command to receive a request until it was received."""
+    hand_off_bytes: SizeHistogram = msgspec.field(default_factory=SizeHistogram)
+    """Bytes that were read for a request; a push is not among them."""
     digest: TimeHistogram = msgspec.field(default_factory=TimeHistogram)
     """Time to compute the digests of a request, as its consumer or its producer."""
     transfer_failures: dict[str, int] = {}
@@ -95,6 +141,8 @@ class StatsSnapshot(msgspec.Struct):
     """Requests that were to be received, by their end: ``"received"``, ``"failed"``, …."""
     failures: dict[str, int] = {}
     """Failed requests, by the class of the error."""
+    causes: dict[str, int] = {}
+    """Requests that were not received, by `FailureCause`."""
     leases: dict[str, int] = {}
     """Leases that are over, by reason: ``"released"``, ``"expired"``, ``"failed"``, or
     ``"unread"``, of a finished turn that no next turn has fetched."""
@@ -159,6 +207,18 @@ class ConnectorStats:
             _increment(self._recent.ends, state)
             if state == "failed":
                 _increment(self._recent.failures, type(error).__name__)
+            if state not in ("received", "aborted"):
+                cause = next(
+                    (name for types, name in _CAUSES if isinstance(error, types)), "refused"
+                )
+                _increment(self._recent.causes, cause)
+
+    def handed_over(self, seconds: float, num_bytes: int) -> None:
+        """Count the time and the bytes of a request that was received."""
+        with self._lock:
+            self._recent.hand_off.add(seconds)
+            if num_bytes:
+                self._recent.hand_off_bytes.add(num_bytes)
 
     def lease_ended(self, why: str) -> None:
         """Count the end of a lease: a reason that `StatsSnapshot.leases` has, or why it failed."""
@@ -188,36 +248,138 @@ class ConnectorStats:
         return snapshot
 
 
-_COUNTERS: dict[str, tuple[str, Callable[[StatsSnapshot], float]]] = {
-    "transfers": ("Successful transfers", lambda s: s.transfers),
-    "transfers_failed": ("Other transfers", lambda s: sum(s.transfer_failures.values())),
-    "bytes_transferred": ("Bytes that they moved", lambda s: s.bytes),
-    "descriptors": ("Descriptors that they were posted as", lambda s: s.descriptors),
-    "plan_time_seconds": ("Time to turn block tables into descriptors", lambda s: s.plan.sum_s),
-    "post_time_seconds": ("Time inside the library's post calls", lambda s: s.post.sum_s),
-    "xfer_time_seconds": ("Time from call to end of transfers", lambda s: s.transfer.sum_s),
-    "requests_received": ("Requests received", lambda s: s.ends.get("received", 0)),
-    "requests_failed": ("Requests that failed", lambda s: s.ends.get("failed", 0)),
-    "requests_expired": ("Requests that came too late", lambda s: s.ends.get("expired", 0)),
-    "requests_corrupt": ("Requests with wrong bytes", lambda s: s.ends.get("corrupt", 0)),
-    "digest_time_seconds": ("Time to compute digests", lambda s: s.digest.sum_s),
-    "leases_expired": ("Leases that expired", lambda s: s.leases.get("expired", 0)),
-    "leases_unread": ("Finished turns not fetched again", lambda s: s.leases.get("unread", 0)),
-    "peers_lost": ("Producers that died", lambda s: s.events.get("peers_lost", 0)),
-}
-_GAUGES: dict[str, tuple[str, Callable[[StatsSnapshot], float]]] = {
-    "live_leases": ("Requests that are held for consumers", lambda s: s.live_leases),
-    "peers": ("Producers that are connected", lambda s: s.peers),
-}
+class Metric(NamedTuple):
+    """How a field of a `StatsSnapshot` is exported."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    meaning: str
+    value: Callable[[StatsSnapshot], Any]
+    """A number; a histogram; or a number for each value of `label`."""
+    label: str | None = None
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("transfers", "counter", "Successful transfers", lambda s: s.transfers),
+    Metric(
+        "transfers_failed",
+        "counter",
+        "Other transfers, by their end",
+        lambda s: s.transfer_failures,
+        "end",
+    ),
+    Metric("bytes_transferred", "counter", "Bytes of successful transfers", lambda s: s.bytes),
+    Metric(
+        "descriptors",
+        "counter",
+        "Descriptors of successful transfers",
+        lambda s: s.descriptors,
+    ),
+    Metric(
+        "plan_time_seconds",
+        "counter",
+        "Time to turn block tables into descriptors",
+        lambda s: s.plan.total,
+    ),
+    Metric(
+        "post_time_seconds",
+        "counter",
+        "Time inside the library's post calls",
+        lambda s: s.post.total,
+    ),
+    Metric(
+        "xfer_time_seconds",
+        "counter",
+        "Time from call to end of transfers",
+        lambda s: s.transfer.total,
+    ),
+    Metric(
+        "digest_time_seconds",
+        "counter",
+        "Time to compute digests",
+        lambda s: s.digest.total,
+    ),
+    Metric(
+        "hand_off_seconds",
+        "histogram",
+        "Time from the command to fetch a request until its blocks have arrived and are checked",
+        lambda s: s.hand_off,
+    ),
+    Metric(
+        "hand_off_bytes",
+        "histogram",
+        "Bytes that were read for a request",
+        lambda s: s.hand_off_bytes,
+    ),
+    Metric(
+        "requests_received",
+        "counter",
+        "Requests received",
+        lambda s: s.ends.get("received", 0),
+    ),
+    Metric(
+        "requests_failed",
+        "counter",
+        "Requests that failed",
+        lambda s: s.ends.get("failed", 0),
+    ),
+    Metric(
+        "requests_expired",
+        "counter",
+        "Requests whose lease ended before their bytes had moved",
+        lambda s: s.ends.get("expired", 0),
+    ),
+    Metric(
+        "requests_corrupt",
+        "counter",
+        "Requests with wrong bytes",
+        lambda s: s.ends.get("corrupt", 0),
+    ),
+    Metric(
+        "failures",
+        "counter",
+        "Requests that were not received, by cause: corrupt, lease, link, peer or refused",
+        lambda s: s.causes,
+        "cause",
+    ),
+    Metric(
+        "leases_expired",
+        "counter",
+        "Leases that expired",
+        lambda s: s.leases.get("expired", 0),
+    ),
+    Metric(
+        "leases_unread",
+        "counter",
+        "Finished turns that no next turn has fetched",
+        lambda s: s.leases.get("unread", 0),
+    ),
+    Metric(
+        "peers_lost",
+        "counter",
+        "Producers that died while requests needed them",
+        lambda s: s.events.get("peers_lost", 0),
+    ),
+    Metric(
+        "live_leases",
+        "gauge",
+        "Requests that are held for consumers",
+        lambda s: s.live_leases,
+    ),
+    Metric("peers", "gauge", "Producers that are connected", lambda s: s.peers),
+)
+"""What `PrometheusMetrics` exports. The counts of an engine's ranks are added: a request counts
+twice if two ranks fetch a part of it each."""
 
 
 class PrometheusMetrics:
-    """Counters and gauges that export what `ConnectorStats.take` returns.
+    """Counters, gauges and histograms that export what `ConnectorStats.take` returns.
 
     Parameters
     ----------
-    counter, gauge : callable
-        ``prometheus_client.Counter`` and ``Gauge``, or what a serving engine has in their place.
+    counter, gauge, histogram : callable
+        ``prometheus_client.Counter``, ``Gauge`` and ``Histogram``, or what a serving engine has in
+        their place.
     prefix : str
         Beginning of every metric's name.
     labelnames : sequence of str
@@ -228,28 +390,44 @@ class PrometheusMetrics:
         self,
         counter: Callable[..., Any],
         gauge: Callable[..., Any],
+        histogram: Callable[..., Any],
         *,
         prefix: str = "pynixlkv_",
         labelnames: Sequence[str] = (),
     ) -> None:
-        self._counters, self._gauges = (
-            {
-                name: make(name=prefix + name, documentation=text, labelnames=labelnames)
-                for name, (text, _) in metrics.items()
-            }
-            for make, metrics in ((counter, _COUNTERS), (gauge, _GAUGES))
-        )
+        make = {"counter": counter, "gauge": gauge, "histogram": histogram}
+        none = StatsSnapshot()
+        self._metrics = []
+        for metric in METRICS:
+            options: dict[str, Any] = {}
+            if metric.kind == "histogram":
+                options["buckets"] = metric.value(none).BOUNDS
+            made = make[metric.kind](
+                name=prefix + metric.name,
+                documentation=metric.meaning,
+                labelnames=[*labelnames, *([metric.label] if metric.label else [])],
+                **options,
+            )
+            self._metrics.append((metric, made))
 
     def observe(self, taken: StatsSnapshot, labelvalues: Sequence[object] = ()) -> None:
         """Add what `ConnectorStats.take` has returned; `labelvalues` are those of `labelnames`."""
-        for name, metric in self._counters.items():
-            _with_labels(metric, labelvalues).inc(_COUNTERS[name][1](taken))
-        for name, metric in self._gauges.items():
-            _with_labels(metric, labelvalues).set(_GAUGES[name][1](taken))
-
-
-def _with_labels(metric: Any, values: Sequence[object]) -> Any:  # noqa: ANN401
-    return metric.labels(*values) if values else metric
+        for metric, made in self._metrics:
+            value = metric.value(taken)
+            if metric.label is not None:
+                for label, number in value.items():
+                    made.labels(*labelvalues, label).inc(number)
+                continue
+            exported = made.labels(*labelvalues) if labelvalues else made
+            if metric.kind == "gauge":
+                exported.set(value)
+            elif metric.kind == "counter":
+                exported.inc(value)
+            else:
+                # The mean of a bucket's values is in the bucket, and keeps the sum.
+                for count, total in zip(value.counts, value.sums, strict=True):
+                    for _ in range(count):
+                        exported.observe(total / count)
 
 
 def _increment(counts: dict[str, int], key: str) -> None:

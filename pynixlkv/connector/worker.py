@@ -161,7 +161,7 @@ class ConnectorWorker:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._executors: list[ThreadPoolExecutor] = []
-        self._engines: RemoteEngines | None = None
+        self._has_cache = False
 
     # ---- once
 
@@ -180,8 +180,8 @@ class ConnectorWorker:
         cache : KVCache
             Everything this rank holds. Not registered if there is a `staging`.
         block_table_index : mapping of str to int, optional
-            Which of the engine's block tables each group of the cache uses; the same in all
-            engines. By default the first group uses the first, and so on.
+            Which of the engine's block tables each group of the cache uses. By default the first
+            table of `cache` is the first of the engine, and so on.
         staging : HostStaging, optional
             Host memory to stage the cache in, where device memory cannot be registered.
         scratch : KVCache, optional
@@ -194,9 +194,15 @@ class ConnectorWorker:
         AgentMetadata
             For the engine's handshake.
         """
-        if self._engines is not None:
+        if self._has_cache:
             raise StateError("register_kv_caches was called before; a worker has one cache")
         moved = cache if staging is None else staging.host_cache
+        if block_table_index is None:
+            names = list(dict.fromkeys(group.table for group in moved.geometry.groups))
+            block_table_index = {g.name: names.index(g.table) for g in moved.geometry.groups}
+        moved = moved.with_tables(
+            {name: str(index) for name, index in block_table_index.items()}
+        )
         table = LeaseTable(self._config.max_leases)
         words, lease_buffer = make_words(_LEASE_BUFFER_WORDS)
         self._agent.register(moved)
@@ -219,8 +225,6 @@ class ConnectorWorker:
             identity=self._identity,
             kv=moved,
             lease_buffer=lease_buffer,
-            block_table_index=block_table_index
-            or {group.name: i for i, group in enumerate(moved.geometry.groups)},
             hello=self._agent.hello(*described),
             staging=staging,
             config=self._config,
@@ -232,6 +236,7 @@ class ConnectorWorker:
         self._engines = RemoteEngines(ctx, self._fetch, connect)
         self._receiver = Receiver(ctx, words, self._engines)
         self._sender = Sender(ctx, table, connect)
+        self._has_cache = True
         if self._background:
             self._thread = threading.Thread(
                 target=self._run, name="pynixlkv-connector", daemon=True
@@ -299,7 +304,7 @@ class ConnectorWorker:
     # ---- the thread
 
     def _do(self, command: Callable[[float], None]) -> None:
-        if self._engines is None or self._stopping.is_set():
+        if not self._has_cache or self._stopping.is_set():
             raise ClosedError("the worker has no cache yet, or was shut down")
         self._commands.append(command)
         self._agent.wake()
@@ -333,7 +338,7 @@ class ConnectorWorker:
         now = self._clock()
         if self._clock.was_paused:
             self.stats.count("pauses")
-            self._receiver.renew_leases()
+            self._engines.renew_leases()
         while self._commands:
             self._guard(partial(self._commands.popleft(), now))
         for note in self._agent.notifications():
@@ -346,6 +351,7 @@ class ConnectorWorker:
         if self._ends or self._sent:
             with self._lock:
                 self._collect()
+        self._engines.send_releases()  # which takes longer than the engine should wait for an end
         self.stats.set_gauges(**self._receiver.gauges(), **self._sender.gauges())
         return due
 
@@ -425,7 +431,7 @@ class ConnectorWorker:
         if self._stopping.is_set():
             return
         self._stopping.set()
-        if self._engines is not None:
+        if self._has_cache:
             self._agent.wake()
         threads = [self._thread] if self._thread is not None else []
         for executor in self._executors:

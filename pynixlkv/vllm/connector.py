@@ -10,28 +10,35 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     SupportsHMA,
 )
 
 from pynixlkv.connector.metadata import (
     ConnectorMetadata,
+    EndState,
     KVTransferParams,
     ParallelSizes,
     RequestInfo,
 )
 from pynixlkv.connector.scheduler import ConnectorScheduler
 from pynixlkv.connector.staging import HostBlockPool, HostStaging, make_host_tensors
+from pynixlkv.connector.stats import ConnectorStats
 from pynixlkv.connector.worker import ConnectorWorker, Finished
-from pynixlkv.errors import ConfigError, ContentMismatch, LibraryVersionError, PynixlkvError
+from pynixlkv.errors import ConfigError, ContentMismatch, PynixlkvError
 from pynixlkv.handshake import Handshake
-from pynixlkv.vllm.caches import ParallelPlace, group_specs, kv_cache, layer_number
+from pynixlkv.vllm import log_as_vllm, releases
+from pynixlkv.vllm.caches import (
+    ParallelPlace,
+    group_specs,
+    kv_cache,
+    layer_number,
+    withheld_tokens,
+)
 from pynixlkv.vllm.content import content_digest, numbers_features
 from pynixlkv.vllm.facts import compatibility, fp8_format
 from pynixlkv.vllm.host import BlockCopy, work_so_far
@@ -39,11 +46,11 @@ from pynixlkv.vllm.options import Options
 from pynixlkv.vllm.stats import PyNixlKVPromMetrics, PyNixlKVStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import torch
-    from vllm.config import VllmConfig
-    from vllm.config.kv_transfer import KVTransferConfig
+    from typing_extensions import Self
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -58,13 +65,12 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from pynixlkv.agent import Agent
     from pynixlkv.connector.metadata import AgentMetadata, BlockLists
+    from pynixlkv.nixl import NixlAgent
+    from pynixlkv.ucx import UcxAgent
 
+log_as_vllm()
 _log = logging.getLogger(__name__)
-
-_TESTED = ((0, 32),)
-"""Releases of vLLM that this connector is tested with."""
 
 _SAMPLE = re.compile(r"\d+_(.+)", re.DOTALL)
 """The id that vLLM gives each of several samples of one request: its number, and that one's id."""
@@ -77,6 +83,8 @@ class _StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     connector: ConnectorMetadata
     rejected: dict[str, str] = field(default_factory=dict)
     """Requests with invalid parameters, and why: they fail as a failed load does."""
+    rejected_blocks: set[int] = field(default_factory=set)
+    """Their blocks."""
 
 
 @dataclass
@@ -93,13 +101,21 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     `pynixlkv.vllm.options.Options`.
     """
 
+    _cache_hit_source = releases.cache_hit_source()
+
+    def __new__(cls, *_args: object, **_options: object) -> Self:
+        """Check vLLM's interface before Python refuses to make an abstract class."""
+        releases.check(cls)
+        made: Self = super().__new__(cls)
+        return made
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        _check_version(vllm.__version__)
         super().__init__(vllm_config, role, kv_cache_config)
         config = vllm_config.kv_transfer_config
         self._options = Options.read(config.kv_connector_extra_config)
+        releases.refuse_what_is_missing(vllm_config, kv_cache_config)
         self._engine_id = str(config.engine_id)
         self._dcp = vllm_config.parallel_config.decode_context_parallel_size
         self._settings = self._options.connector_config(
@@ -114,12 +130,16 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._handshake: Handshake | None = None
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
-        self._agent: Agent | None = None
+        self._stats = ConnectorStats()  # of the scheduler; the worker half has its own
+        self._agent: NixlAgent | UcxAgent | None = None
         self._infos: dict[str, RequestInfo] = {}
         self._computed: dict[str, int] = {}
         self._rejected: dict[str, str] = {}
+        # Block tables of the requests whose layers are pushed as they finish.
+        self._running_tables: dict[str, tuple[list[int], ...]] = {}
         self._refused_leases: deque[str | None] = deque(maxlen=1024)  # of other prompts
         self._failing: dict[str, str] = {}  # rejected requests for the next results
+        self._invalid: set[int] = set()  # blocks of failed requests, for the next results
         self._not_sent: set[str] = set()  # the same for requests to hold
         self._turns: dict[str, list[KVCacheBlock]] = {}  # blocks of finished turns
         self._starved: set[str] = set()  # requests that get no blocks in this step
@@ -129,6 +149,8 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._is_step_begun = False
         self._content = partial(content_digest, hash_features=numbers_features(vllm_config))
         groups = group_specs(kv_cache_config, self._dcp)  # refuses unsupported kinds of cache
+        self._withheld = withheld_tokens(kv_cache_config, vllm_config.num_prefill_lookahead_tokens)
+        self._check_settings(has_state=any(group.block_size == 0 for group in groups))
         if role is KVConnectorRole.SCHEDULER:
             host_blocks = self._num_host_blocks()
             self._scheduler = ConnectorScheduler(
@@ -137,6 +159,21 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 parallel=self._parallel,
                 config=self._settings,
                 host_pool=HostBlockPool([host_blocks] * len(groups)) if host_blocks else None,
+                withheld_tokens=self._withheld,
+            )
+
+    def _check_settings(self, *, has_state: bool) -> None:
+        """Refuse settings under which the cache cannot be moved right."""
+        if self._options.layerwise and has_state:
+            raise ConfigError(
+                "layerwise is set, but the model has state, which every chunk of a prompt "
+                "overwrites; leave layerwise out"
+            )
+        pcp = self._vllm_config.parallel_config.prefill_context_parallel_size
+        if pcp > 1:
+            raise ConfigError(
+                f"prefill_context_parallel_size is {pcp}; PyNixlKVConnector moves the caches of "
+                "tensor, pipeline and decode context parallelism only. Use 1"
             )
 
     def _num_host_blocks(self) -> int:
@@ -205,12 +242,15 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _reject(self, request: Request, error: Exception) -> None:
         """Let a request fail as a failed load does: it must not stop the engine."""
+        self._stats.ended(EndState.FAILED.value, error)
         is_defect = not isinstance(error, PynixlkvError)
         _log.error("request %s: %s", request.request_id, error, exc_info=is_defect)
         self._rejected[request.request_id] = str(error) or type(error).__name__
 
     def on_new_request(self, request: Request) -> None:
         """Keep the request's lease alive while it is queued."""
+        if self._withheld and (request.kv_transfer_params or {}).get("do_remote_decode"):
+            _withhold(request, self._withheld)
         try:
             self._side.on_new_request(self._info(request))
         except Exception as error:
@@ -254,6 +294,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         why = self._rejected.pop(request.request_id, None)
         if why is not None and num_external_tokens:
             self._failing[request.request_id] = why
+            self._invalid.update(*blocks.get_unhashed_block_ids_all_groups())
 
     def _tables(self, block_ids: tuple[list[int], ...]) -> BlockLists:
         selected = self._kv_cache_config.select_transfer_block_ids(block_ids)
@@ -270,25 +311,38 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._options.layerwise:
             self._save(scheduler_output)
         rejected, self._failing = self._failing, {}
-        return _StepMetadata(self._side.build_connector_meta(), rejected)
+        blocks, self._invalid = self._invalid, set()
+        return _StepMetadata(self._side.build_connector_meta(), rejected, blocks)
 
     def _save(self, scheduler_output: SchedulerOutput) -> None:
         """Push what this step computes of prompts for consumers, layer by layer."""
         cached = scheduler_output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        computed |= {
-            new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs
-        }
+        for request_id, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if more is not None and request_id in self._running_tables:
+                if request_id in cached.resumed_req_ids:
+                    self._running_tables[request_id] = ([],) * len(more)
+                known = self._running_tables[request_id]
+                self._running_tables[request_id] = tuple(map(list.__add__, known, more))
+        for new in scheduler_output.scheduled_new_reqs:
+            computed[new.req_id] = new.num_computed_tokens
+            if self._holds(new.req_id):
+                self._running_tables[new.req_id] = new.block_ids
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
-            info = self._infos.get(request_id)
-            if info is None or not info.params.do_remote_decode:
+            if not self._holds(request_id):
                 continue
+            info = self._infos[request_id]
             try:
                 until = min(computed[request_id] + count, info.num_prompt_tokens)
-                tables = self._tables(self._kv_cache_manager.get_block_ids(request_id))
+                tables = self._tables(self._running_tables[request_id])
                 self._side.save(info, tables, until)
             except Exception:  # the layers follow when the prompt is complete
                 _log.exception("request %s: its layers are not pushed in this step", request_id)
+
+    def _holds(self, request_id: str) -> bool:
+        """Return whether a running request is computed for a consumer."""
+        info = self._infos.get(request_id)
+        return info is not None and info.params.do_remote_decode
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the reports of all workers."""
@@ -311,7 +365,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         from vllm.v1.request import RequestStatus
 
         info = self._info(request)
-        for known in (self._infos, self._computed, self._rejected):
+        for known in (self._infos, self._computed, self._rejected, self._running_tables):
             known.pop(request.request_id, None)
         # The last token of an answer has no KV, even if a step that computes it has been launched.
         is_prefill = info.params.do_remote_decode
@@ -401,17 +455,19 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 cache, block_table_index=block_table_index, staging=staging
             )
         )
-        _log.info("rank %s: %r", rank, cache)
+        _log.info(
+            "rank %s of engine %s moves KV with %s (%s); %s mode, layout %s; %r",
+            rank, self._engine_id, type(self._agent).__name__, self._agent.transport,
+            self._options.transfer_mode, _layout(kv_caches), cache,
+        )  # fmt: skip
 
     def set_host_xfer_buffer_ops(self, copy_operation: Callable[..., None]) -> None:
         """Take vLLM's function that copies blocks between device and host."""
-        from vllm.platforms import current_platform
-
         # On the CPU there is no device to copy from, and vLLM's function fails.
-        if self._copy is not None and not current_platform.is_cpu():
+        if self._copy is not None and self._device is not None and self._device.type != "cpu":
             self._copy.operation = copy_operation
 
-    def _make_agent(self, name: str) -> Agent:
+    def _make_agent(self, name: str) -> NixlAgent | UcxAgent:
         options = self._options
         if options.transfer_backend == "ucx":
             from pynixlkv.ucx import UcxAgent
@@ -447,12 +503,14 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _StepMetadata)
         self._failing.update(metadata.rejected)
+        self._invalid |= metadata.rejected_blocks
         step = metadata.connector
         try:
             self._loader.start_load_kv(step, work_so_far(self._device))
         except Exception as error:
             _log.exception("the requests of a step cannot begin")
             self._failing.update(dict.fromkeys(step.reqs_to_recv, str(error)))
+            self._invalid |= _flat(meta.blocks for meta in step.reqs_to_recv.values())
             self._not_sent.update(step.reqs_to_send)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -481,21 +539,37 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         """Do nothing: held blocks stay until they are reported as sent."""
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
+    def get_transfer_results(self, finished_req_ids: set[str]) -> object:  # noqa: ARG002
         """Return the requests that have ended since the last step."""
+        sent, received, failed = self._take_ended()
+        self._invalid.clear()
+        assert releases.TransferResults is not None  # other releases call the two methods below
+        return releases.TransferResults(
+            finished_sending=sent, finished_recving=received | failed, failed_recving=failed
+        )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:  # noqa: ARG002
+        """Return the same to releases that take failures by block."""
+        sent, received, failed = self._take_ended()
+        return sent, received | failed
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks of the requests that `get_finished` has returned and that failed."""
+        blocks, self._invalid = self._invalid, set()
+        return blocks
+
+    def _take_ended(self) -> tuple[set[str], set[str], set[str]]:
+        """Return the requests that were sent, were received, and failed to be received."""
         try:
             finished = self._loader.get_finished()
         except Exception:
             _log.exception("the requests that have ended are asked for again in the next step")
             finished = Finished()
-        failed = finished.failed.keys() | self._failing.keys()
+        failed = {*finished.failed, *self._failing}
+        self._invalid |= _flat(end.blocks for end in finished.failed.values())
         sent = finished.sent | self._not_sent
         self._failing, self._not_sent = {}, set()
-        return KVConnectorTransferResults(
-            finished_sending=sent,
-            finished_recving=finished.received | failed,
-            failed_recving=set(failed),
-        )
+        return sent, finished.received, failed
 
     def shutdown(self) -> None:
         """Close everything this role owns."""
@@ -510,9 +584,8 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return the counts since the last call."""
-        if self._worker is None:
-            return None
-        stats = PyNixlKVStats.of(self._worker.stats.take())
+        counted = self._stats if self._worker is None else self._worker.stats
+        stats = PyNixlKVStats.of(counted.take())
         return None if stats.is_empty() else stats
 
     @classmethod
@@ -539,10 +612,29 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return Options.read(extra_config).layerwise
 
     @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:  # noqa: ARG003
+        """Return False: the memory that a sleeping engine maps anew would need a registration."""
+        return False
+
+    @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """Ask for heads outside tokens, so that a slice of the heads is contiguous in a block."""
         model = vllm_config.model_config
-        return None if model is None or model.use_mla else "LBHNC"
+        return None if model is None or model.use_mla else releases.heads_before_tokens()
+
+
+def _withhold(request: Request, num_tokens: int) -> None:
+    """Leave the last tokens of a prompt to decode."""
+    # A request for the probabilities of its prompt is computed whole here, and again by decode.
+    if request.num_prompt_tokens <= num_tokens or request.get_skip_reading_prefix_cache():
+        return
+    if request.prompt_token_ids is not None:  # perhaps shared with other samples
+        request.prompt_token_ids = request.prompt_token_ids[:-num_tokens]
+    if request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:-num_tokens]
+    del request._all_token_ids[-num_tokens:]
+    request.num_prompt_tokens -= num_tokens
+    request.max_tokens = 1  # a further step would change the state
 
 
 def _for_samples(params: KVTransferParams, request_id: str) -> KVTransferParams:
@@ -557,15 +649,15 @@ def _for_samples(params: KVTransferParams, request_id: str) -> KVTransferParams:
     )
 
 
-def _check_version(version: str) -> None:
-    numbers = version.split(".")
-    if tuple(int(n) if n.isdecimal() else -1 for n in numbers[:2]) not in _TESTED:
-        tested = ", ".join(f"{a}.{b}" for a, b in _TESTED)
-        raise LibraryVersionError(
-            f"vLLM {version} is not one that PyNixlKVConnector is tested with ({tested}); its "
-            "connector interface changes between releases. Use a tested release, or another "
-            "release of pynixlkv"
-        )
+def _flat(tables: Iterable[BlockLists]) -> set[int]:
+    return {block for each in tables for table in each for block in table}
+
+
+def _layout(tensors: dict[str, torch.Tensor]) -> str:
+    """Return the order of the axes in memory, from the outermost, of the first layer."""
+    first = next(iter(tensors.values()))
+    order = sorted(range(first.ndim), key=first.stride, reverse=True)
+    return "".join("BHNC"[axis] for axis in order) if first.ndim == 4 else str(first.shape)
 
 
 def _check_roles(config: KVTransferConfig) -> None:

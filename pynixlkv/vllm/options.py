@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+_Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -91,7 +92,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     transfer_timeout: _Seconds = 30.0
     handshake_timeout: _Seconds = 5.0
     checksums: Literal["off", "sampled", "all"] = "sampled"
-    checksum_fraction: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1 / 16
+    checksum_fraction: _Fraction = ConnectorConfig.checksum_fraction
     self_test: bool = True
     bidirectional_kv_xfer: bool = False
     conversation_blocks: Annotated[int, msgspec.Meta(ge=1)] | None = None

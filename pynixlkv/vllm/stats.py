@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -42,7 +42,8 @@ class PyNixlKVStats(KVConnectorStats):  # type: ignore[misc]
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
         counts = self.snapshot
-        return not (counts.transfers or counts.ends or counts.leases or counts.events)
+        counted = (counts.transfers, counts.transfer_failures, counts.ends, counts.leases)
+        return not (any(counted) or counts.events or counts.digest.count)
 
     def reduce(self) -> dict[str, int | float]:
         """Return what vLLM logs once in a while."""
@@ -52,8 +53,10 @@ class PyNixlKVStats(KVConnectorStats):  # type: ignore[misc]
             "transfers": counts.transfers,
             "MB": round(counts.bytes / 1e6, 3),
             "descriptors": counts.descriptors,
-            "mean transfer ms": round(times.sum_s / times.count * 1e3, 3) if times.count else 0,
+            "mean transfer ms": round(times.total / times.count * 1e3, 3) if times.count else 0,
+            **{f"transfers {end}": count for end, count in counts.transfer_failures.items()},
             **{f"requests {end}": count for end, count in counts.ends.items()},
+            **{f"failures ({cause})": count for cause, count in counts.causes.items()},
             **{f"leases {why}": count for why, count in counts.leases.items()},
             **{event.replace("_", " "): count for event, count in counts.events.items()},
         }
@@ -73,6 +76,7 @@ class PyNixlKVPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._metrics = PrometheusMetrics(
             metric_types[Counter],
             metric_types[Gauge],
+            metric_types[Histogram],
             prefix="vllm:pynixlkv_",
             labelnames=labelnames,
         )

@@ -2,7 +2,8 @@
 
 Blocks of a page run in order, in an empty directory: those of Python share their names; one whose
 first line is ``# file.py`` becomes that file; those of the shell run in bash. A line
-``*Not run by the tests: reason.*`` before a block is the only way out, and readers see it.
+``*Not run by the tests: reason.*`` before a block is the only way out, and readers see it; so is
+``*Run by `make …`.*``, for blocks that other tests run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
     if "_generated" not in path.parts
 )
-_NOT_RUN = re.compile(r"\*Not run by the tests: (.+)\.\*")
+_NOT_RUN = re.compile(r"\*(?:Not run by the tests: |(?=Run by `make ))(.+)\.\*")
 _FILE = re.compile(r"# (\w+\.py)\n")
 
 

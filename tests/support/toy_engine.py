@@ -104,7 +104,7 @@ class ToyRank:
         dims = [sizes[letter] for letter in axes]
         self.tensors = {f"layer.{i}": np.full(dims, POISON, np.uint16) for i in self.layers}
         self.cache = KVCache.from_tensors(
-            self.tensors,
+            self.on_device(self.tensors),
             axes=axes,
             kv_heads=model.kv_heads,
             tp=(rank[1], parallel.tp),
@@ -113,6 +113,10 @@ class ToyRank:
             opaque_axes="HND" if model.packing else "",
         )
         self.metadata = worker.register_kv_caches(self.cache)
+
+    def on_device(self, tensors: dict[str, npt.NDArray[np.uint16]]) -> dict[str, Any]:
+        """Return the tensors whose bytes move: those that the processor computes in."""
+        return dict(tensors)
 
     def _by_block(self, tensor: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
         """Return a view of a layer, shape (blocks, 2 or 1, heads, block size, dim)."""
@@ -188,6 +192,8 @@ class ToyEngine:
     `make_agent` makes the agent of a rank from its name; `fetch` replaces `Handshake`.
     """
 
+    rank_class = ToyRank
+
     def __init__(
         self,
         engine_id: str,
@@ -228,7 +234,7 @@ class ToyEngine:
                     longest_gap=longest_gap,
                 )
                 self.ranks.append(
-                    ToyRank(
+                    self.rank_class(
                         model, (stage, rank), self.parallel, axes=axes, block_size=block_size,
                         num_blocks=num_blocks, agent=agent, worker=worker,
                     )

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pynixlkv.agent import TransferResult
 from pynixlkv.connector.stats import (
@@ -23,7 +23,17 @@ from pynixlkv.connector.stats import (
     StatsSnapshot,
     TimeHistogram,
 )
-from pynixlkv.errors import HandshakeTimeout, PeerLostError, TransferError
+from pynixlkv.errors import (
+    ContentMismatch,
+    HandshakeTimeout,
+    KVCorruptError,
+    LeaseExpired,
+    NixlError,
+    PeerLostError,
+    PlanError,
+    TransferError,
+    TransferTimeout,
+)
 from pynixlkv.types import TransferState
 
 
@@ -63,7 +73,7 @@ def test_everything_is_counted():
     seen = busy().snapshot()
     assert (seen.transfers, seen.bytes, seen.descriptors) == (3, 3 * 4096, 6)
     assert (seen.plan.count, seen.post.count, seen.transfer.count) == (3, 3, 3)
-    assert seen.transfer.sum_s == pytest.approx(6e-3)
+    assert seen.transfer.total == pytest.approx(6e-3)
     assert seen.transfer_failures == {"timed_out": 1}
     assert seen.ends == {"failed": 3, "expired": 1, "received": 1}
     assert seen.failures == {"PeerLostError": 2, "HandshakeTimeout": 1}
@@ -93,7 +103,7 @@ def test_snapshots_add_up_and_survive_the_wire():
     assert (total.transfers, total.live_leases, total.peers) == (4, 10, 4)
     assert total.failures == {"PeerLostError": 4, "HandshakeTimeout": 2, "WireError": 1}
     assert total.transfer.count == 4
-    assert total.transfer.sum_s == pytest.approx(7e-3)
+    assert total.transfer.total == pytest.approx(7e-3)
     assert a + StatsSnapshot() == a
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(total), type=StatsSnapshot) == total
 
@@ -137,39 +147,64 @@ def test_nothing_is_lost_between_threads():
     assert stats.snapshot().transfers == 6000
 
 
+def exporter(registry, **options):
+    types = (functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram))
+    return PrometheusMetrics(*types, **options)
+
+
 def test_prometheus():
     registry, stats = CollectorRegistry(), busy()
-    metrics = PrometheusMetrics(
-        functools.partial(Counter, registry=registry),
-        functools.partial(Gauge, registry=registry),
-        labelnames=["engine"],
-    )
+    metrics = exporter(registry, labelnames=["engine"])
 
-    def value(name, engine="p-0"):
-        return registry.get_sample_value(f"pynixlkv_{name}", {"engine": engine})
+    def value(name, engine="p-0", **labels):
+        return registry.get_sample_value(f"pynixlkv_{name}", {"engine": engine, **labels})
 
     metrics.observe(stats.take(), ["p-0"])
     metrics.observe(ConnectorStats().take(), ["p-1"])
     assert value("transfers_total") == 3
-    assert value("transfers_failed_total") == 1
+    assert value("transfers_failed_total", end="timed_out") == 1
     assert value("bytes_transferred_total") == 3 * 4096
     assert value("xfer_time_seconds_total") == pytest.approx(6e-3)
     assert value("requests_failed_total") == 3
+    assert value("failures_total", cause="peer") == 3
+    assert value("failures_total", cause="link") == 1
     assert value("leases_expired_total") == 2
     assert value("live_leases") == 5
     assert value("transfers_total", "p-1") == 0
     stats.transfer_done(result())
+    for seconds, size in ((0.003, 5000), (0.001, 0), (0.0035, 1 << 20)):
+        stats.handed_over(seconds, size)
     metrics.observe(stats.take(), ["p-0"])
     assert value("transfers_total") == 4
     assert value("live_leases") == 5
+    assert value("hand_off_seconds_sum") == pytest.approx(0.0075)
+    assert value("hand_off_seconds_bucket", le="0.001024") == 1
+    assert value("hand_off_seconds_bucket", le="0.004096") == 3
+    assert (value("hand_off_bytes_count"), value("hand_off_bytes_sum")) == (2, (1 << 20) + 5000)
+    assert value("hand_off_bytes_bucket", le="8192.0") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (KVCorruptError("wrong bytes"), "corrupt"),
+        (LeaseExpired("too late"), "lease"),
+        (TransferTimeout("too slow"), "link"),
+        (NixlError("backend", library="nixl", status=1, call="post", detail=""), "link"),
+        (HandshakeTimeout("nobody there"), "peer"),
+        (ContentMismatch("another prompt"), "refused"),
+        (PlanError("too few blocks"), "refused"),
+    ],
+)
+def test_a_failure_has_a_cause(error, cause):
+    stats = ConnectorStats()
+    stats.ended("failed", error)
+    assert stats.take().causes == {cause: 1}
 
 
 def test_prometheus_without_labels():
     registry = CollectorRegistry()
-    metrics = PrometheusMetrics(
-        functools.partial(Counter, registry=registry), functools.partial(Gauge, registry=registry)
-    )
-    metrics.observe(busy().take())
+    exporter(registry).observe(busy().take())
     assert registry.get_sample_value("pynixlkv_peers") == 2
 
 

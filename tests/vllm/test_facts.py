@@ -1,5 +1,6 @@
 """What two engines must agree on, from vLLM's own configurations. No engine is started."""
 
+import shutil
 import types
 
 import pytest
@@ -21,9 +22,9 @@ def engine(model):
 
     def make(**changes):
         transfer = KVTransferConfig(kv_connector="PyNixlKVConnector", kv_role="kv_both")
-        arguments = {"max_model_len": 512, "skip_tokenizer_init": True, **changes}
+        arguments = {"max_model_len": 512, "skip_tokenizer_init": True, "model": str(model)}
         return EngineArgs(
-            model=str(model), kv_transfer_config=transfer, **arguments
+            kv_transfer_config=transfer, **{**arguments, **changes}
         ).create_engine_config()
 
     return make
@@ -123,13 +124,40 @@ def test_the_draft_model_is_compared_where_it_has_a_cache(engine, plain):
         return compatibility(config)
 
     drafted = with_draft()
-    assert {"speculative_method", "draft_model", "draft_revision"} <= {*differing(plain, drafted)}
+    assert {"speculative_method", "draft_weights"} <= {*differing(plain, drafted)}
     assert with_draft(kv_cache_dtype="float32") == drafted
     assert differing(drafted, with_draft(method="mtp")) == ["speculative_method"]
     other = engine(dtype="float32", hf_overrides={"hidden_act": "gelu"}).model_config
     other.model, other.revision = "another", "r2"
     assert differing(drafted, with_draft(draft_model_config=other)) == [
         "draft_config.hidden_act",
-        "draft_model",
-        "draft_revision",
+        "draft_weights",
     ]
+
+
+def test_weights_are_known_by_their_bytes_and_not_by_their_folder(engine, plain, model, tmp_path):
+    def facts_of(folder):
+        return compatibility(engine(model=str(folder), dtype="float32"))
+
+    moved, tuned = tmp_path / "moved", tmp_path / "tuned"
+    for copy in (moved, tuned):
+        shutil.copytree(model, copy)
+    assert facts_of(moved) == plain
+    (weights,) = tuned.glob("*.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-4096:] = bytes(4096)
+    weights.write_bytes(data)
+    assert differing(plain, facts_of(tuned)) == ["weights"]
+    dummy = compatibility(engine(dtype="float32", load_format="dummy"))
+    assert differing(plain, dummy) == ["weights"]
+    assert str(model) in dummy["weights"]
+
+
+def test_neighbouring_releases_agree_and_unknown_pages_of_the_cpu_do_not(
+    engine, plain, monkeypatch
+):
+    config = engine(dtype="float32")
+    for version, differences in (("0.29.0", []), ("0.31.1", []), ("0.99.0", ["cpu_pages"])):
+        monkeypatch.setattr("vllm.__version__", version)
+        found = compatibility(config)
+        assert found == plain if not differences else differing(plain, found) == differences

