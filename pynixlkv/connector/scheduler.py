@@ -142,6 +142,7 @@ class ConnectorScheduler:
         self._first_samples: dict[str, str] = {}  # ids of held requests, by sibling group
         self._turns: dict[str, int] = {}  # blocks of held turns, the oldest turn first
         self._num_turn_blocks = 0
+        self._ending: set[str] = set()  # turns that are being released
 
     # ---- consumer
 
@@ -365,7 +366,7 @@ class ConnectorScheduler:
             and request.params.sibling_group is None  # samples have no common next turn
             and 0 < sum(map(len, blocks)) <= self._config.conversation_blocks
             # State is that of the last token, whose step may not be over.
-            and all(group.block_size for group in self._groups)
+            and all(group.block_size and group.window != 1 for group in self._groups)
         )
 
     def _make_room(self, request_id: str, num_blocks: int) -> None:
@@ -381,6 +382,7 @@ class ConnectorScheduler:
         while self._turns and self._num_turn_blocks > left:
             request_id = next(iter(self._turns))
             self._num_turn_blocks -= self._turns.pop(request_id)
+            self._ending.add(request_id)
             self._next.reqs_to_end[request_id] = why
 
     def _hand_over(
@@ -393,11 +395,12 @@ class ConnectorScheduler:
         if self.address is None:
             raise ConfigError("the scheduler's address is not set; hand-offs need to name it")
         cut = self._cut(blocks, 0, num_tokens)
-        if any(
-            group.window is not None and start > max(num_tokens - group.window + 1, 0)
+        is_kept = not request.params.do_remote_decode
+        if is_kept and any(
+            start > _first_needed(group, num_tokens)
             for group, start in zip(self._groups, cut.starts, strict=True)
         ):
-            return self._not_held(request, "the window before its last whole block is gone")
+            return self._not_held(request, "blocks before its last whole one are gone")
         content = None if request.content is None else request.content(num_tokens)
         group = request.params.sibling_group
         first = None if group is None else self._first_samples.get(group)
@@ -415,7 +418,6 @@ class ConnectorScheduler:
             return self._not_held(request, "the producer's host blocks are all in use")
         num_readers = request.params.num_readers
         meta = replace(staged, lease=lease, num_readers=num_readers)
-        is_kept = not request.params.do_remote_decode
         if is_kept:
             self._make_room(request.request_id, sum(map(len, blocks)))
             num_readers = 1
@@ -512,6 +514,7 @@ class ConnectorScheduler:
                 self._close_group(request_id)
                 held = self._held.pop(request_id)
                 self._num_turn_blocks -= self._turns.pop(request_id, 0)
+                self._ending.discard(request_id)
                 self._slots.give_back(held.lease)
                 self._free_host(held.meta.host_blocks)
         for request_id in (*received, *failed):
@@ -526,9 +529,9 @@ class ConnectorScheduler:
             self._host_pool.free(blocks)
 
     @property
-    def num_turns(self) -> int:
-        """Finished turns that are held, and are not being released."""
-        return len(self._turns)
+    def is_releasing_turns(self) -> bool:
+        """Whether turns are to be released that the workers have not reported as sent."""
+        return bool(self._ending)
 
     @property
     def num_free_leases(self) -> int:
@@ -575,6 +578,13 @@ def _as_reader(remote: KVTransferParams) -> KVTransferParams:
     # With a next turn, the router tells the producer the readers of the lease to come.
     num_readers = 1 if remote.is_next_turn else remote.num_readers
     return msgspec.structs.replace(remote, reader=secrets.randbits(62), num_readers=num_readers)
+
+
+def _first_needed(spec: GroupSpec, num_tokens: int) -> int:
+    """Return the first position that the token after a full block needs."""
+    if spec.chunk is not None:
+        return (num_tokens - 1) // spec.chunk * spec.chunk
+    return 0 if spec.window is None else max(num_tokens - spec.window + 1, 0)
 
 
 def _ceil(tokens: int, spec: GroupSpec) -> int:
