@@ -24,7 +24,8 @@ NATIVE_SOURCES := CMakeLists.txt CMakePresets.json pyproject.toml $(wildcard cma
 FORMATTED := $(shell find csrc tests/cpp tests/cuda_stub -name '*.?pp')
 
 .PHONY: help ci build demo test wheel sdist check-wheel test-wheel ci-wheel matrix release-check \
-	test-vllm test-vllm-ci test-vllm-releases matrix-vllm bench-vllm lint typing stubs format tidy asan asan-tests tsan cov \
+	test-vllm test-vllm-ci test-vllm-releases matrix-vllm bench-vllm lint typing stubs format tidy \
+	asan asan-tests tsan soak cov \
 	cov-report docs pages bench gpu-wheels gpu clean
 
 help:  ## this list
@@ -136,6 +137,7 @@ matrix-vllm: $(VLLM_VENV)/.installed  ## the tests of test-vllm-ci over all rele
 
 bench-vllm: $(VLLM_VENV)/.installed  ## vLLM's connector and ours, between the same engines
 	$(VLLM_PY) bench/vllm_compare.py
+	$(VLLM_PY) bench/vllm_turns.py
 
 lint: build $(VENV)/.lint-deps  ## formatting, style, layers, names, docstrings, generated pages, spelling
 	$(PY) -m ruff check
@@ -190,6 +192,9 @@ tsan: $(VENV)/.demo-deps  ## C++ tests under the thread sanitizer
 	$(IN_VENV) cmake --preset tsan
 	$(call ctest,tsan)
 
+soak: build $(VENV)/.test-deps  ## random faults for SOAK_SECONDS (300), beside agents that must outlive them
+	PYTHONPATH=tests/support $(PY) -c "import sys; from tests.soak import main; sys.exit(main())"
+
 cov:  ## branch coverage; fails below 100 % on geometry, topology, plan and csrc/kv
 	$(MAKE) PRESET=coverage cov-report
 
@@ -227,12 +232,11 @@ gpu-wheels: $(VENV)/.venv-made  ## fetch the packages for `make gpu`, except tor
 		--platform manylinux2014_x86_64 -d .whl \
 		"$(GPU_NIXL)" msgspec cython-cmake scikit-build-core pathspec pybind11
 
-gpu:  ## build from source without a network, test and measure GPU memory
+gpu:  ## build from source without a network, test and measure GPU memory; build/gpu-report.md
 	$(PYTHON) -m pip install -q --no-index --no-deps --upgrade --target $(GPU_SITE) $(wildcard .whl/*.whl)
 	$(GPU_ENV) $(PYTHON) -m pip install -q --no-index --no-deps --no-build-isolation --upgrade \
 		-Cbuild-dir=build/gpu-cmake --target $(GPU_SITE) .
-	$(GPU_ENV) $(PYTHON) -m bench.gpu --device $(GPU_DEVICE); measured=$$?; \
-	$(GPU_ENV) $(PYTHON) -m pytest -p no:cacheprovider tests/gpu && exit $$measured
+	$(GPU_ENV) $(PYTHON) -m bench.gpu_report --device $(GPU_DEVICE)
 
 clean:  ## remove everything that these targets made
 	rm -rf build dist .venv .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks \

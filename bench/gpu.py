@@ -42,15 +42,18 @@ def make_cases(device, series, total_bytes=TOTAL_BYTES, sizes=SIZES):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda:0", help="a device of torch (default: cuda:0)")
+    parser.add_argument("--quick", action="store_true", help="a few cases, in seconds")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
+    size = {"total_bytes": 4 << 20, "sizes": [64 << 10]} if options.quick else {}
     console = Console(width=100)
     results = {}
     is_ok = True
     for series in SERIES:
         try:
             report = run_cases(
-                make_cases(options.device, (Series.memcpy, series)), ROUNDS, TIMEOUT_S,
+                make_cases(options.device, (Series.memcpy, series), **size),
+                2 if options.quick else ROUNDS, TIMEOUT_S,
                 lambda label, done, total: print(f"{done}/{total} {label}", file=sys.stderr),
                 worker=DeviceWorker,
             )  # fmt: skip

@@ -31,6 +31,7 @@ from pynixlkv.cli.app import app
 from pynixlkv.cli.models import MODELS
 from pynixlkv.cli.render import info_table
 from pynixlkv.cli.size import SizeOptions, size_fleet
+from pynixlkv.vllm.caches import CACHE_KINDS
 from pynixlkv.vllm.options import Options
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ MODULES = (
     "pynixlkv.connector",
     "pynixlkv.connector.staging",
     "pynixlkv.connector.stats",
+    "pynixlkv.vllm.caches",
     "pynixlkv.types",
     "pynixlkv.errors",
 )
@@ -134,6 +136,15 @@ def modules() -> str:
     return "\n".join(parts)
 
 
+def cache_kinds() -> str:
+    """Return what becomes of each class of vLLM's cache specs."""
+    rows = [
+        [f"`{name}`", kind.models, kind.moves or f"refused: {kind.refused}"]
+        for name, kind in CACHE_KINDS.items()
+    ]
+    return table("class, models, what a hand-off moves", rows)
+
+
 def example() -> str:
     """Return the connector for an imaginary engine."""
     code = (DOCS.parent / "examples" / "minimal_connector.py").read_text(encoding="utf-8")
@@ -201,6 +212,7 @@ def screen(command: str, output: str) -> str:
 
 GENERATED = {
     "options": options,
+    "cache_kinds": cache_kinds,
     "commands": commands,
     "modules": modules,
     "sizes": sizes,

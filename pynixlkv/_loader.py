@@ -15,11 +15,12 @@ import sys
 import threading
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from pynixlkv.errors import LibraryNotFoundError, LibraryVersionError
+from pynixlkv.errors import LibraryNotFoundError, LibraryVersionError, PynixlkvError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -142,7 +143,8 @@ class _Library(Generic[T]):
     def find(self) -> LibraryLocation:
         """Return the first of: the variable, the wheels, the system's directories."""
         tried: list[str] = []
-        ordered = sorted(self.wheels, key=lambda w: not w.has_rdma) if _rdma() else self.wheels
+        has_cards = bool(rdma_devices())
+        ordered = sorted(self.wheels, key=lambda w: has_cards and not w.has_rdma)
         wheels = chain.from_iterable(wheels.search(tried) for wheels in ordered)
         for location in chain(self._from_variable(tried), wheels, self._from_system(tried)):
             return location
@@ -172,7 +174,7 @@ class _Library(Generic[T]):
                 self.loaded = (location, library)
                 _log.info("%s of %s %s", location.path, location.origin, location.version)
                 without = [n for w in self.wheels if not w.has_rdma for n in w.names]
-                if location.origin in without and (devices := _rdma()):
+                if location.origin in without and (devices := rdma_devices()):
                     _log.warning(
                         "the RDMA devices %s are not used: %s has no InfiniBand; install %s, or "
                         "set %s to a UCX that has it",
@@ -210,7 +212,7 @@ class _Library(Generic[T]):
                 yield LibraryLocation(str(path), "", "system")
 
 
-def _rdma() -> list[str]:
+def rdma_devices() -> list[str]:
     """Names of the RDMA devices of this host."""
     return sorted(path.name for path in _RDMA_DEVICES.glob("*"))
 
@@ -341,6 +343,41 @@ def _probe(library: str) -> ProbeResult:
             f"probing {library} ended with status {done.returncode}: {lines[-1]}"
         )
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=ProbeResult)
+
+
+def open_ucx_of_nixl() -> _native.ucx.Library | None:
+    """Open the UCX that NIXL's UCX plugin has loaded into this process; None if it has not."""
+    from pynixlkv import _native
+
+    paths = [path for path in map(Path, _mapped_files()) if fnmatch(path.name, "libucp[.-]*so*")]
+    paths.sort(key=lambda path: not fnmatch(path.name, UCX_IN_NIXL.pattern))
+    return _native.ucx.Library(str(paths[0])) if paths else None
+
+
+def transports_of(context: _native.ucx.Context) -> tuple[str, ...]:
+    """Return the transports that a UCX has opened, as "transport/device"."""
+    return tuple(re.findall(r"resource \d+ .*? -- (\S+)", context.info()))
+
+
+@cache
+def transports_of_nixl(config: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    """Return the transports that NIXL's UCX opens with settings; NIXL does not tell its own."""
+    from pynixlkv import _native
+
+    try:
+        library = open_ucx_of_nixl()
+        return () if library is None else transports_of(_native.ucx.Context(library, dict(config)))
+    except PynixlkvError:
+        return ()
+
+
+def summary(transports: tuple[str, ...]) -> str:
+    """Return in one line how memory moves with a UCX's transports, and what is missing."""
+    names = {transport.split("/")[0] for transport in transports}
+    host = ", ".join(sorted(name for name in names if not name.startswith("cuda")))
+    parts = [f"host memory moves by {host}"] if host else []
+    parts += [f"GPU memory, {way}" for way in _device_memory(transports)]
+    return "; ".join(parts + [f"missing {what}" for what in _missing(transports)])
 
 
 def _missing(transports: tuple[str, ...]) -> list[str]:

@@ -7,20 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import sys
-import tempfile
 from pathlib import Path
 
 import msgspec
 
-from pynixlkv import _native
+from pynixlkv import _loader, _native
 from pynixlkv._loader import PluginReport, ProbeResult, _mapped_files
-from pynixlkv.errors import NixlError
-
-_UCP_FEATURES_FIELD = 1
-_UCP_FEATURE_RMA = 1 << 1
-_UCP_FEATURE_AM = 1 << 6
+from pynixlkv.errors import NixlError, UcxError
 
 
 def probe_plugins(agent: _native.nixl.NativeAgent) -> tuple[PluginReport, ...]:
@@ -55,29 +49,13 @@ def why_not(plugin: str) -> str:
 
 def probe_ucx() -> tuple[str, tuple[str, ...]]:
     """Return version and transports of the UCX that NIXL's UCX plugin has loaded."""
-    paths = [path for path in _mapped_files() if re.search(r"/libucp[^/]*\.so", path)]
-    if not paths:
+    library = _loader.open_ucx_of_nixl()
+    if library is None:
         return "", ()
-    ucp = ctypes.CDLL(paths[0])
-    ucp.ucp_get_version_string.restype = ctypes.c_char_p
-    version = ucp.ucp_get_version_string().decode()
-    major, minor, release = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint()
-    ucp.ucp_get_version(ctypes.byref(major), ctypes.byref(minor), ctypes.byref(release))
-    # A zeroed parameter block; UCX reads only the fields named in the mask, its first word.
-    params = (ctypes.c_uint64 * 64)(_UCP_FEATURES_FIELD, _UCP_FEATURE_RMA | _UCP_FEATURE_AM)
-    context = ctypes.c_void_p()
-    status = ucp.ucp_init_version(major, minor, ctypes.byref(params), None, ctypes.byref(context))
-    if status != 0:
-        return version, ()
-    libc = ctypes.CDLL(None)
-    libc.fopen.restype = ctypes.c_void_p
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "context"
-        stream = ctypes.c_void_p(libc.fopen(os.fsencode(path), b"w"))
-        ucp.ucp_context_print_info(context, stream)
-        libc.fclose(stream)
-        text = path.read_text(encoding="utf-8")
-    return version, tuple(re.findall(r"resource \d+ .*? -- (\S+)", text))
+    try:
+        return library.version, _loader.transports_of(_native.ucx.Context(library, {}))
+    except UcxError:
+        return library.version, ()
 
 
 def main(path: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import sys
 import threading
@@ -22,7 +23,7 @@ import numpy as np
 
 from pynixlkv._closeable import Closeable
 from pynixlkv._limits import check_reserve
-from pynixlkv._loader import has_rdma
+from pynixlkv._loader import has_rdma, rdma_devices, summary
 from pynixlkv._secret import check_secret
 from pynixlkv.errors import (
     ClosedError,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pynixlkv import _native
-    from pynixlkv.geometry import KVCache
+    from pynixlkv.geometry import Geometry, KVCache
     from pynixlkv.plan import TransferPlan
 
 __all__ = [
@@ -164,10 +165,17 @@ class Agent(Closeable, ABC):
         self._close_lock = threading.Lock()
         self._closed = False
         _keeper.add(self)
+        if _log.isEnabledFor(logging.INFO) and (transports := self._transports()):
+            what = f"{type(self).__name__} {name!r} on {self.transfer_backend} {backend_version}"
+            _log.info("%s: %s", what, summary(transports))
 
     @abstractmethod
     def _start(self, name: str, incarnation: bytes) -> _native.transfer.Agent:
         """Start the native agent."""
+
+    def _transports(self) -> tuple[str, ...]:
+        """Return UCX's transports, as "transport/device"; empty without UCX."""
+        return ()
 
     # ---- memory
 
@@ -193,8 +201,6 @@ class Agent(Closeable, ABC):
         NativeError
             If the library refuses the memory.
         """
-        from pynixlkv import _native
-
         spans = tuple(span for item in memory for span in memory_spans(item))
         native = self._native.register_memory(*_span_arrays(spans))
         spans = tuple(
@@ -204,14 +210,8 @@ class Agent(Closeable, ABC):
         registration = Registration(self, native, spans, memory)
         self._registrations[id(native)] = registration
         for span in spans:
-            if span.memory is MemoryType.VRAM and not _native.transfer.is_shareable(span.address):
-                _log.warning(
-                    "%s on GPU %d was made by functions of CUDA that keep it from other processes: "
-                    "it will be copied through host memory. For PyTorch, unset expandable_segments "
-                    "in PYTORCH_CUDA_ALLOC_CONF",
-                    f"device memory of {span.nbytes} bytes at {span.address:#x}",
-                    span.device,
-                )
+            if span.memory is MemoryType.VRAM:
+                _warn_of_kind(span)
         return registration
 
     def _deregister(self, native: _native.transfer.Registration) -> None:
@@ -283,15 +283,18 @@ class Agent(Closeable, ABC):
         """Say so if GPU memory of either side has no way to the other but through the host."""
         mine = [span for r in self.registrations for span in r.spans]
         sizes = [s.nbytes for s in (*mine, *spans) if s.memory is MemoryType.VRAM]
-        names = set(peer.transports)
-        if sizes and names and "cuda_ipc" not in names and not has_rdma(names):
+        if not sizes:
+            return
+        names = set(peer.transports) or {each.split("/")[0] for each in self._transports()}
+        if names and "cuda_ipc" not in names and not has_rdma(names):
             _log.warning(
                 "GPU memory, %.1f MiB of both sides, moves to and from peer %r through host memory "
-                "and %s: UCX has neither cuda_ipc (for processes of one host) nor RDMA here; see "
-                "pynixlkv.native_report()",
+                "and %s, %.1f KiB for each token: UCX has neither cuda_ipc (for processes of one "
+                "host) nor RDMA here; see pynixlkv.native_report()",
                 sum(sizes) / (1 << 20),
                 peer.name,
-                ", ".join(sorted(names - {"cuda_copy"})),
+                ", ".join(sorted(names - {"cuda_copy", "self"})),
+                max(map(_bytes_per_token, peer.geometries), default=0.0) / (1 << 10),
             )
 
     def _check_compatible(self, hello: Hello) -> None:
@@ -629,6 +632,35 @@ def check_strings(what: str, settings: Mapping[Any, Any]) -> None:
     for key, value in settings.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise ConfigError(f"{what} {key!r}: {value!r} must be a string for a string")
+
+
+def _bytes_per_token(geometry: Geometry) -> float:
+    groups = [group for group in geometry.groups if group.block_size]
+    return sum(
+        math.prod(axis.count for axis in (r.layer, r.kv, r.head, r.token, r.dim))
+        * (group.element_bytes / group.block_tokens)
+        for group in groups
+        for r in group.regions
+    )
+
+
+def _warn_of_kind(span: MemorySpan) -> None:
+    """Say so if device memory was allocated so that peers reach it through the host alone."""
+    from pynixlkv import _native
+
+    kind = _native.transfer.device_memory_kind(span.address)
+    if kind is None:
+        return
+    name, advice, is_exportable, is_rdma_capable = kind
+    unable = [] if is_exportable else ["other processes of this host"]
+    if not is_rdma_capable and (cards := rdma_devices()):
+        unable.append(f"the network cards {', '.join(cards)}")
+    if unable:
+        _log.warning(
+            "%d bytes at %#x on GPU %d are %s, which %s cannot reach: they will be copied through "
+            "host memory; %s",
+            *(span.nbytes, span.address, span.device, name, " and ".join(unable), advice),
+        )
 
 
 def _span_arrays(

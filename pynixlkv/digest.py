@@ -44,12 +44,15 @@ class DigestScope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the digests of a group cover. Both sides of a comparison use the same scope."""
 
     group: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+    """Kind of the group, the same on both sides."""
     layers: _Indices
     """Global layers, ascending."""
     heads: _Indices
     """Global KV heads, ascending; 0 alone if every rank holds the whole cache."""
-    has_values: bool
-    """True for keys and values, False for one latent or state."""
+    kv_heads: _Count | None
+    """KV heads of the model by which `heads` counts."""
+    planes: _Count
+    """2 for keys and values, 1 for one latent, any number for state."""
     tokens: tuple[_Position, _Position]
     """First position covered, and one past the last; positions of state are entries of a table."""
     unit: _Count
@@ -62,7 +65,7 @@ class DigestScope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Numbers of layers, of K and V, of heads and of units."""
-        return len(self.layers), 1 + self.has_values, len(self.heads), len(self.units)
+        return len(self.layers), self.planes, len(self.heads), len(self.units)
 
     def __post_init__(self) -> None:
         first, stop = self.tokens
@@ -192,29 +195,40 @@ def digest_cache(
     **wanted: Any,  # noqa: ANN401
 ) -> Digest:
     """Compute digests from the memory of a cache; see `KVCache.digest`, which has the options."""
-    names = cache.geometry.names
-    given = blocks if isinstance(blocks, Mapping) else dict.fromkeys(names, blocks)
-    if set(given) - set(names) or not given or (given is not blocks and len(names) > 1):
+    groups = cache.geometry.groups
+    known = {group.table for group in groups}
+    given = blocks if isinstance(blocks, Mapping) else dict.fromkeys(known, blocks)
+    unknown = set(given) - known - {group.name for group in groups}
+    if unknown or not given or (given is not blocks and len(known) > 1):
         raise PlanError(
             f"blocks must be a mapping of group name to table, or one table if there is one group; "
-            f"the groups are {names}"
+            f"the groups are {cache.geometry.names}"
         )
-    tables = {name: block_ids(f"group {name!r}: blocks", table) for name, table in given.items()}
-    starts = {name: position("start", _of(start, name) or 0) for name in tables}
+    groups = tuple(group for group in groups if group.name in given or group.table in given)
+    tables = {
+        group.name: block_ids(f"group {group.name!r}: blocks", _of(given, group))
+        for group in groups
+    }
+    starts = {
+        group.name: position("start", _of(start, group) or 0) if group.block_size else 0
+        for group in groups
+    }
     if scopes is None:
         scopes = [
             make_scope(
                 group,
-                _tokens_in(group, tables[name], starts[name], _of(num_tokens, name)),
-                **{option: _of(value, name) for option, value in wanted.items()},
+                _tokens_in(group, tables[group.name], starts[group.name], _of(num_tokens, group)),
+                **{option: _of(value, group) for option, value in wanted.items()},
             )
-            for name, group in zip(tables, cache.geometry.select(tables), strict=True)
+            for group in groups
         ]
     digests = []
     for scope in scopes:
-        if scope.group not in tables:
+        of_kind = [group for group in groups if group.kind == scope.group]
+        if not of_kind:
             raise PlanError(f"blocks has no table for group {scope.group!r} of a scope")
-        digests.append(_digest_group(cache, scope, tables[scope.group], starts[scope.group]))
+        group = next((g for g in of_kind if {*scope.layers} & {*g.layers}), of_kind[0])
+        digests.append(_digest_group(cache, group, scope, tables[group.name], starts[group.name]))
     return Digest(tuple(digests))
 
 
@@ -242,8 +256,9 @@ def make_scope(
         )
     }
     return DigestScope(
-        group=group.name,
-        has_values=group.has_values,
+        group=group.kind,
+        kv_heads=group.kv_heads,
+        planes=group.planes,
         tokens=(tokens.start, tokens.stop),
         unit=size,
         turns=turns,
@@ -251,9 +266,11 @@ def make_scope(
     )
 
 
-def _of(value: Any, name: str) -> Any:  # noqa: ANN401
+def _of(value: Any, group: Group) -> Any:  # noqa: ANN401
     """Return what is given for a group."""
-    return value.get(name) if isinstance(value, Mapping) else value
+    from pynixlkv.geometry import for_group
+
+    return for_group(value, group) if isinstance(value, Mapping) else value
 
 
 def _tokens_in(group: Group, table: NDArray[np.int64], start: int, num_tokens: int | None) -> range:
@@ -266,15 +283,18 @@ def _tokens_in(group: Group, table: NDArray[np.int64], start: int, num_tokens: i
 
 
 def _digest_group(
-    cache: KVCache, scope: DigestScope, table: NDArray[np.int64], start: int
+    cache: KVCache, group: Group, scope: DigestScope, table: NDArray[np.int64], start: int
 ) -> GroupDigest:
     geometry = cache.geometry
-    at = geometry.names.index(scope.group)
-    group = geometry.groups[at]
-    facts: dict[str, tuple[Iterable[int], Iterable[int]]] = {
+    at = geometry.names.index(group.name)
+    if scope.kv_heads != group.kv_heads and not group.has_exact_heads:
+        group = group.with_heads(scope.kv_heads)
+        geometry = geometry.with_groups([group])
+    facts: dict[str, tuple[Iterable[int | None], Iterable[int | None]]] = {
         "layers": (scope.layers, group.layers),
         "heads": (scope.heads, group.heads),
-        "has_values": ([scope.has_values], [group.has_values]),
+        "kv_heads": ([scope.kv_heads], [group.kv_heads]),
+        "planes": ([scope.planes], [group.planes]),
         "head_dim": ([region.dim.count for region in group.regions], [group.head_dim]),
     }
     for fact, (asked, held) in facts.items():
@@ -416,6 +436,10 @@ def _ranges(numbers: Sequence[int] | NDArray[np.int64], scope: DigestScope | Non
     return ", ".join(shown) + (", …" if len(cuts) > 7 else "")
 
 
+def _plane(scope: DigestScope, index: int) -> str:
+    return {1: "", 2: "KV"[index % 2]}.get(scope.planes, str(index))
+
+
 def _tokens(scope: DigestScope, unit: int) -> range:
     first = unit * scope.unit
     return range(max(first, scope.tokens[0]), min(first + scope.unit, scope.tokens[1]))
@@ -427,7 +451,7 @@ def _summary(scope: DigestScope, differs: NDArray[np.bool_]) -> str:
     words = [
         f"{np.count_nonzero(differs)} of {differs.size} digests of group {scope.group!r} differ: ",
         f"layers {_ranges(np.array(scope.layers)[layers])} of {_ranges(scope.layers)}, ",
-        f"{' and '.join('KV'[i] for i in kv)}, " if scope.has_values else "",
+        f"{' and '.join(_plane(scope, i) for i in kv)}, " if scope.planes > 1 else "",
         f"heads {_ranges(np.array(scope.heads)[heads])} of {_ranges(scope.heads)}, ",
         f"tokens {_ranges(np.array(scope.units)[units], scope)}",
     ]
@@ -443,7 +467,7 @@ def _mismatches(
         yield DigestMismatch(
             scope.group,
             scope.layers[layer],
-            "KV"[kv] if scope.has_values else "",
+            _plane(scope, kv),
             scope.heads[head],
             _tokens(scope, scope.units[unit]),
             int(here.values[tuple(at)]),

@@ -10,9 +10,10 @@ import math
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from itertools import chain
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 import numpy as np
@@ -28,11 +29,11 @@ from pynixlkv.types import MemorySpan, MemoryType
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-__all__ = ["Axis", "Geometry", "Group", "KVCache", "Region", "memory_spans"]
+__all__ = ["Axis", "Geometry", "Group", "KVCache", "Part", "Region", "memory_spans"]
 
 _MAX_REGIONS = 4096
 _MAX_GROUPS = 64
-_MAX_LAYERS = 4096  # of one region; real models have some hundreds
+_MAX_LAYERS = 4096  # of one group; real models have some hundreds
 
 # Letters and names of the axes, in the order of csrc/kv/region.hpp. Letter C, K and D in one
 # dimension, has no axis of its own.
@@ -59,6 +60,7 @@ _Word = Annotated[int, msgspec.Meta(ge=0, lt=2**60)]
 _Count = Annotated[int, msgspec.Meta(ge=1, lt=2**60)]
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 _Rank = tuple[_Word, _Count]
+_T = TypeVar("_T")
 
 
 class Axis(msgspec.Struct, frozen=True, array_like=True):
@@ -87,7 +89,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     """Virtual address of the first element."""
     layer: Axis
     kv: Axis
-    """0 for K and 1 for V, or 0 alone where there is no such axis."""
+    """0 for K and 1 for V; 0 alone where there is no such axis; any number of planes of state."""
     block: Axis
     head: Axis
     token: Axis
@@ -95,24 +97,34 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """Layers that share one block table per request."""
+    """What some layers hold of one kind; they share one block table per request."""
 
     name: _Text
-    """Groups of two sides meet by this name."""
+    """Name on this side."""
+    kind: _Text
+    """What it holds of its layers. Groups of two sides with the same kind meet where they have
+    layers in common."""
+    table: _Text
+    """Name of the block table; groups that have the same one move by the same blocks."""
     dtype: _Text
     """Element type, such as ``"bfloat16"``, or with a packing, such as ``"uint8:nvfp4"``; two sides
     must agree. See `KVCache.from_tensors`."""
     element_bytes: _Count
     block_size: _Word
-    """Tokens per block; 0 for state that has no token axis and moves block by block."""
+    """Slots of the token axis; 0 for state that has no token axis and moves block by block."""
+    tokens_per_state: _Count
+    """Tokens per slot: more than 1 in a compressed cache."""
     num_blocks: _Count
     """Blocks in the pool; block ids are below it."""
     kv_heads: _Count | None
-    """KV heads of the whole model; None if every rank holds the whole cache (an MLA latent)."""
+    """KV heads of these layers in the whole model; None if every rank holds the whole cache (an MLA
+    latent)."""
+    has_exact_heads: bool
+    """False if `kv_heads` is an upper bound; see `KVCache.from_tensors`."""
     head_dim: _Count
     """Elements per head and token, or of the latent."""
-    has_values: bool
-    """True for keys and values, False for one latent or state."""
+    planes: _Count
+    """Extent of the kv axis: 2 for keys and values, 1 for one latent, any number for state."""
     tp: _Rank
     """Tensor-parallel rank and size."""
     dcp: _Rank
@@ -127,9 +139,17 @@ class Group(msgspec.Struct, frozen=True):
     @property
     def layers(self) -> tuple[int, ...]:
         """Global indices of the layers held, ascending."""
-        return tuple(
-            sorted({i for r in self.regions for i in range(r.layer.start, _stop(r.layer))})
-        )
+        return tuple(chain.from_iterable(self._layer_ranges()))
+
+    def _layer_ranges(self) -> list[range]:
+        """Return the layers as ascending ranges: regions of a peer may have the same ones."""
+        found: list[range] = []
+        for start, stop in sorted({(r.layer.start, _stop(r.layer)) for r in self.regions}):
+            if found and start <= found[-1].stop:
+                found[-1] = range(found[-1].start, max(stop, found[-1].stop))
+            else:
+                found.append(range(start, stop))
+        return found
 
     @property
     def heads(self) -> range:
@@ -139,12 +159,35 @@ class Group(msgspec.Struct, frozen=True):
     @property
     def block_tokens(self) -> int:
         """Tokens of a sequence per block, the shares of all context-parallel ranks included."""
-        return max(self.block_size, 1) * self.dcp[1]
+        return max(self.block_size, 1) * self.tokens_per_state * self.dcp[1]
+
+    def agreed_heads(self, other: Group) -> int | None:
+        """Return the KV heads of the model by what two sides know: `kv_heads`, or a lower one."""
+        if self.kv_heads is None or other.kv_heads is None:
+            return self.kv_heads
+        low, high = sorted((self, other), key=lambda group: group.kv_heads or 0)
+        is_bound = not high.has_exact_heads and high.tp[1] % (low.kv_heads or 1) == 0
+        return low.kv_heads if is_bound else self.kv_heads
+
+    def with_heads(self, kv_heads: int | None) -> Group:
+        """Return the group with the number of KV heads that both sides have agreed on."""
+        if kv_heads == self.kv_heads:
+            return self
+        start = held_heads(*self.tp, kv_heads).start
+        regions = tuple(
+            msgspec.structs.replace(region, head=msgspec.structs.replace(region.head, start=start))
+            for region in self.regions
+        )
+        return msgspec.structs.replace(
+            self, kv_heads=kv_heads, has_exact_heads=True, regions=regions
+        )
 
     def differences(self, other: Group) -> list[tuple[str, object, object]]:
         """Return (``"<group>.<field>"``, value here, value there) of all that rules out a plan."""
-        agreed = ("dtype", "element_bytes", "kv_heads", "head_dim", "has_values")
+        agreed = ("dtype", "element_bytes", "head_dim", "planes", "tokens_per_state")
         pairs = [(field, getattr(self, field), getattr(other, field)) for field in agreed]
+        if self.agreed_heads(other) != other.agreed_heads(self):
+            pairs.append(("kv_heads", self.kv_heads, other.kv_heads))
         pairs.append(("opaque_axes", sorted(self.opaque_axes), sorted(other.opaque_axes)))
         pairs.append(("has_tokens", self.block_size > 0, other.block_size > 0))
         if "H" in self.opaque_axes and "H" in other.opaque_axes:
@@ -161,17 +204,24 @@ class Group(msgspec.Struct, frozen=True):
                 f"of {''.join(_AXES)!r}"
             )
         _check_dtype(where, self.dtype, self.element_bytes)
+        if self.block_size and self.planes > 2:
+            raise LayoutError(f"{where}: {self.planes} planes of tokens; expected 2 (K and V) or 1")
+        if not self.block_size and self.tokens_per_state > 1:
+            raise LayoutError(f"{where}: tokens_per_state needs a token axis; state has none")
+        if not self.has_exact_heads and self.kv_heads != self.tp[1]:
+            raise LayoutError(
+                f"{where}: kv_heads is {self.kv_heads}, an upper bound; expected tp={self.tp[1]}, "
+                "as each rank holds one head"
+            )
         wholes = {
             "head": self.heads,
-            "kv": range(2 if self.has_values else 1),
+            "kv": range(self.planes),
             "dim": range(self.head_dim),
         }
+        num_layers = sum(map(len, self._layer_ranges()))
+        if num_layers > _MAX_LAYERS:
+            raise LayoutError(f"{where}: {num_layers} layers; expected at most {_MAX_LAYERS}")
         for region in self.regions:
-            if region.layer.count > _MAX_LAYERS:
-                raise LayoutError(
-                    f"{where}, region {region.name!r}: {region.layer.count} layers; expected at "
-                    f"most {_MAX_LAYERS}"
-                )
             for axis, whole in wholes.items():
                 found = getattr(region, axis)
                 if found.start < whole.start or _stop(found) > whole.stop:
@@ -205,6 +255,22 @@ class Geometry(msgspec.Struct, frozen=True, dict=True):
     def __post_init__(self) -> None:
         if len(set(self.names)) < len(self.groups):
             raise LayoutError(f"group names are {self.names}; each may appear once")
+        held: dict[tuple[str, int], str] = {}
+        with_tokens: dict[str, bool] = {}
+        for group in self.groups:
+            for layer in group.layers:
+                other = held.setdefault((group.kind, layer), group.name)
+                if other != group.name:
+                    raise LayoutError(
+                        f"groups {other!r} and {group.name!r} both hold {group.kind!r} of layer "
+                        f"{layer}; give them kinds of their own, or other layers"
+                    )
+            has_tokens = group.block_size > 0
+            if with_tokens.setdefault(group.table, has_tokens) != has_tokens:
+                raise LayoutError(
+                    f"group {group.name!r} shares table {group.table!r}, but of the two only one "
+                    "has a token axis; the table of state is not by position"
+                )
         self._native  # noqa: B018 - its constructor checks the rest
 
     @cached_property
@@ -243,6 +309,19 @@ class Geometry(msgspec.Struct, frozen=True, dict=True):
         by_name = {group.name: group for group in self.groups}
         return [by_name[name] for name in names]
 
+    def with_groups(self, groups: Iterable[Group]) -> Geometry:
+        """Return this geometry with some groups replaced by others of their names."""
+        changed: dict[str, Group] = {}
+        for group in groups:
+            if changed.setdefault(group.name, group).kv_heads != group.kv_heads:
+                raise LayoutError(
+                    f"group {group.name!r} meets groups of unlike numbers of KV heads: "
+                    f"{changed[group.name].kv_heads} and {group.kv_heads}"
+                )
+        made = tuple(changed.get(group.name, group) for group in self.groups)
+        same = all(a is b for a, b in zip(made, self.groups, strict=True))
+        return self if same else Geometry(self.spans, made)
+
     def differences(self, other: Geometry) -> list[tuple[str, object, object]]:
         """Return the differences that rule out transfers between two caches.
 
@@ -253,15 +332,33 @@ class Geometry(msgspec.Struct, frozen=True, dict=True):
         list of (str, object, object)
             Field (``"groups"`` or ``"<group>.<field>"``), value here, value there.
         """
-        mine = {group.name: group for group in self.groups}
-        theirs = {group.name: group for group in other.groups}
+        mine, theirs = ({group.kind for group in side.groups} for side in (self, other))
         found: list[tuple[str, object, object]] = []
-        if set(mine) != set(theirs):
+        if mine != theirs:
             found.append(("groups", sorted(mine), sorted(theirs)))
-        for name in mine:
-            if name in theirs:
-                found.extend(mine[name].differences(theirs[name]))
+        for here, there, _ in meetings(self.groups, other.groups):
+            found.extend(here.differences(there))
         return found
+
+
+def meetings(
+    local: Iterable[Group], remote: Iterable[Group]
+) -> list[tuple[Group, Group, tuple[int, ...]]]:
+    """Return the groups of two sides that hold the same of some layers, and these layers."""
+    theirs = [(group, set(group.layers)) for group in remote]
+    found = []
+    for here in local:
+        for there, held in theirs:
+            if here.kind == there.kind:
+                layers = tuple(layer for layer in here.layers if layer in held)
+                if layers:
+                    found.append((here, there, layers))
+    return found
+
+
+def for_group(value: Mapping[str, _T], group: Group) -> _T | None:
+    """Return what a mapping has for a group, by its name or that of its table."""
+    return value[group.name] if group.name in value else value.get(group.table)
 
 
 def _stop(axis: Axis) -> int:
@@ -301,6 +398,8 @@ class _Array:
 
 
 def _read_array(name: str, array: Any) -> _Array:  # noqa: ANN401
+    if isinstance(array, _Array):
+        return array
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return _read_tensor(name, array)
@@ -411,7 +510,7 @@ class _Box:
     name: str
     array: _Array
     axes: dict[str, Axis]
-    has_values: bool
+    planes: int
     has_tokens: bool
 
 
@@ -427,7 +526,7 @@ def _read_box(name: str, value: Any, axes: str, kv: int | None) -> _Box:  # noqa
         letter: Axis(0, count, stride if count > 1 else 0)
         for letter, count, stride in zip(letters, array.shape, array.strides, strict=True)
     }
-    if "K" in found and found["K"].count != 2:
+    if "K" in found and "N" in found and found["K"].count != 2:
         raise LayoutError(f"{where}: dimension K is {found['K'].count}, expected 2 (K and V)")
     if "C" in found:
         content = found.pop("C")
@@ -436,11 +535,11 @@ def _read_box(name: str, value: Any, axes: str, kv: int | None) -> _Box:  # noqa
         half = content.count // 2
         found["K"] = Axis(0, 2, half * content.stride)
         found["D"] = Axis(0, half, content.stride if half > 1 else 0)
-    has_values = kv is not None or "K" in found
+    planes = 2 if kv is not None else found["K"].count if "K" in found else 1
     if kv is not None:
         found["K"] = Axis(kv, 1, 0)
     complete = {letter: found.get(letter, Axis()) for letter in _AXES}
-    return _Box(name, array, complete, has_values, "N" in letters)
+    return _Box(name, array, complete, planes, "N" in letters)
 
 
 def _layer_numbers(boxes: Sequence[list[_Box]], layers: Sequence[int] | None) -> list[list[int]]:
@@ -522,6 +621,73 @@ def memory_spans(memory: object) -> tuple[MemorySpan, ...]:
     return (MemorySpan(begin, nbytes, array.memory, array.device, array.read_only),)
 
 
+@dataclass(frozen=True)
+class Part:
+    """One of several arrays that lie side by side in dimension P of a tensor.
+
+    Such as x, B and C of a convolution's channels, q, k and v, or the data and the scales of a
+    page.
+    """
+
+    name: str
+    axes: str
+    """Its dimensions, outermost first, by the letters of `KVCache.from_tensors`."""
+    sizes: Mapping[str, int]
+    """Extent of each letter but H, of which a rank has the heads that it holds."""
+    kv_heads: int | None
+    """Heads, or equal shards, of the whole model; None if every rank holds the whole part."""
+    dtype: str | None = None
+    """Element type, if it is not that of the tensor."""
+
+    def extents(self, tp: tuple[int, int]) -> list[int]:
+        """Return the extent of each dimension on a rank."""
+        sizes = {**self.sizes, "H": len(held_heads(*tp, self.kv_heads))}
+        missing = [letter for letter in self.axes if letter not in sizes]
+        if missing or not self.axes:
+            raise LayoutError(
+                f"part {self.name!r} has axes {self.axes!r} and sizes {dict(self.sizes)!r}; "
+                "expected a size for each letter but H"
+            )
+        return _integers(f"sizes of part {self.name!r}", [sizes[letter] for letter in self.axes])
+
+
+def _join(name: str, value: object, at: int, count: int) -> _Array:
+    """Return an array with `count` dimensions from `at` on as one."""
+    array = _read_array(name, value)
+    inside = list(zip(array.shape, array.strides, strict=True))[at : at + count]
+    steps = [(n, stride) for n, stride in inside if n > 1] or [(1, array.element_bytes)]
+    length = 1
+    for n, stride in reversed(steps):
+        if stride != length * steps[-1][1]:
+            raise LayoutError(
+                f"tensor {name!r} of shape {array.shape} and strides {array.strides} is not "
+                f"contiguous in dimensions {at} to {at + count - 1}, which hold parts"
+            )
+        length *= n
+    return replace(
+        array,
+        shape=(*array.shape[:at], length, *array.shape[at + count :]),
+        strides=(*array.strides[:at], steps[-1][1], *array.strides[at + count :]),
+    )
+
+
+def _narrow(name: str, array: _Array, at: int, begin: int, extents: Sequence[int]) -> _Array:
+    """Return the part of an array that begins at an element of dimension `at`."""
+    if begin + math.prod(extents) > array.shape[at]:
+        raise LayoutError(
+            f"tensor {name!r}: dimension P has {array.shape[at]} elements; a part of shape "
+            f"{tuple(extents)} from {begin} on does not fit"
+        )
+    step = array.strides[at]
+    inside = [step * math.prod(extents[i + 1 :]) for i in range(len(extents))]
+    return replace(
+        array,
+        address=array.address + begin * step,
+        shape=(*array.shape[:at], *extents, *array.shape[at + 1 :]),
+        strides=(*array.strides[:at], *inside, *array.strides[at + 1 :]),
+    )
+
+
 class KVCache(Uncopied):
     """The KV cache of one rank: its tensors, kept alive, and their geometry.
 
@@ -550,6 +716,16 @@ class KVCache(Uncopied):
         """Memory to register with an agent; the cache holds the tensors."""
         return self.geometry.spans
 
+    def with_tables(self, tables: Mapping[str, str]) -> KVCache:
+        """Return this cache with other block tables, by group name."""
+        return KVCache(
+            self._arrays,
+            [
+                msgspec.structs.replace(group, table=tables.get(group.name, group.table))
+                for group in self.geometry.groups
+            ],
+        )
+
     def owner_of(self, region: Region, element_bytes: int) -> object:
         """Return the tensor that holds a region; groups may share memory, as other elements."""
         fitting = [
@@ -577,7 +753,11 @@ class KVCache(Uncopied):
         tp: tuple[int, int] = (0, 1),
         layers: Sequence[int] | None = None,
         group: str = DEFAULT_GROUP,
+        kind: str | None = None,
+        table: str | None = None,
         dtype: str | None = None,
+        has_exact_heads: bool = True,
+        tokens_per_state: int = 1,
         dcp: tuple[int, int] = (0, 1),
         interleave: int = 1,
         opaque_axes: str = "",
@@ -593,24 +773,32 @@ class KVCache(Uncopied):
             and head size.
         axes : str
             The dimensions of each tensor, in its order, one letter each: ``L`` layer, ``K`` K or V
-            (of size 2), ``B`` block, ``H`` KV head, ``N`` token, ``D`` element of a head or of
+            (of size 2; of state any number of planes, such as the taps of a convolution), ``B``
+            block, ``H`` KV head, ``N`` token, ``D`` element of a head or of
             the latent; ``C``, instead of K and D, K's elements and then V's. Each letter at most
             once; B and one of D and C are required. Without ``N`` the group is state that moves
             block by block. ``"HND"`` and ``"NHD"`` stand for ``"BK"`` or ``"KB"`` and these
             letters, whichever alone fits the shape, or for ``"B"`` and these letters for pairs;
             ``"MLA"`` stands for ``"BND"``.
         kv_heads : int or None
-            KV heads (or equal shards of state) of the whole model; None if every rank holds
-            the whole (MLA), whatever `tp` is. Dimension H must be as long as
+            KV heads (or equal shards of state) that these layers have in the whole model; None if
+            every rank holds the whole (MLA), whatever `tp` is. Dimension H must be as long as
             `pynixlkv.topology.held_heads` says, and may be left out if that is 1.
         tp : tuple of (int, int)
             Tensor-parallel rank and size.
         layers : sequence of int, optional
             Global index of each layer, in the order of the mapping and, inside a tensor, of its
             dimension L. By default 0, 1, 2, …. Both sides of a transfer must use the same
-            numbers; a pipeline stage uses those of the whole model.
+            numbers; a pipeline stage uses those of the whole model. Two attention modules of one
+            layer get numbers of their own, or groups of two kinds.
         group : str
-            Name of the group; groups of two sides meet by name.
+            Name of the group.
+        kind : str, optional
+            What the group holds of its layers, by default its name. Groups of two sides meet where
+            they hold the same kind of the same layers, whatever their names are.
+        table : str, optional
+            Name of the group's block table, by default that of the group. What rides with other
+            data, such as scales beside it, names the same table.
         dtype : str, optional
             Name of the element type if the tensor's own does not tell (a ``uint16`` view of
             bfloat16), of the same size. Types are known by the name that numpy, ml_dtypes and torch
@@ -618,6 +806,12 @@ class KVCache(Uncopied):
             as packed data and scales, get the name of the packing after a colon:
             ``"uint8:nvfp4"``. Void, structured, object, ``longdouble``, time and torch's quantised
             and bits types have no name that two sides read alike, and are refused without `dtype`.
+        has_exact_heads : bool
+            False if the rank holds one head and does not know how many the model has: `kv_heads` is
+            then the size of `tp`, and two sides agree on the lower of their numbers.
+        tokens_per_state : int
+            Tokens of the sequence for each entry of dimension N, in a compressed cache; the same on
+            both sides. An entry moves if one of its tokens does.
         dcp : tuple of (int, int)
             Rank and size of the decode-context-parallel group, over which tokens are interleaved.
         interleave : int
@@ -639,7 +833,8 @@ class KVCache(Uncopied):
                 "layer name to tensor"
             )
         texts: dict[str, object] = {"axes": axes, "group": group, "opaque_axes": opaque_axes}
-        texts |= {} if dtype is None else {"dtype": dtype}
+        kind, table = group if kind is None else kind, group if table is None else table
+        texts |= {"kind": kind, "table": table} | ({} if dtype is None else {"dtype": dtype})
         for what, text in texts.items():
             if not isinstance(text, str):
                 raise LayoutError(f"{what} is {text!r}; expected a str")
@@ -663,13 +858,17 @@ class KVCache(Uncopied):
                 regions.extend(_regions(box, numbers, held))
         made = Group(
             name=group,
+            kind=kind,
+            table=table,
             dtype=dtype,
             element_bytes=first.array.element_bytes,
             block_size=first.axes["N"].count if first.has_tokens else 0,
+            tokens_per_state=_integers("tokens_per_state", [tokens_per_state])[0],
             num_blocks=first.axes["B"].count,
             kv_heads=kv_heads,
+            has_exact_heads=has_exact_heads,
             head_dim=first.axes["D"].count,
-            has_values=first.has_values,
+            planes=first.planes,
             tp=tp,
             dcp=dcp,
             interleave=_integers("interleave", [interleave])[0],
@@ -677,6 +876,84 @@ class KVCache(Uncopied):
             regions=tuple(regions),
         )
         return cls([box.array for tensor in boxes for box in tensor], [made])
+
+    @classmethod
+    def from_parts(
+        cls,
+        tensors: Mapping[str, Any],
+        *,
+        axes: str,
+        parts: Sequence[Part],
+        group: str = DEFAULT_GROUP,
+        kind: str | None = None,
+        table: str | None = None,
+        **options: Any,  # noqa: ANN401
+    ) -> KVCache:
+        """Describe tensors that hold several things side by side, each sharded by its own rule.
+
+        Parameters
+        ----------
+        tensors : mapping of str to tensor
+            As for `from_tensors`.
+        axes : str
+            As for `from_tensors`, with ``P`` for the dimension in which the parts follow each
+            other. Adjoining dimensions that are contiguous may all be ``P``.
+        parts : sequence of Part
+            The parts, in the order of the memory.
+        group, kind : str
+            Each part becomes a group, whose name and kind are these, a dot, and the part's name.
+        table : str, optional
+            Name of the block table of all parts, by default `group`.
+        **options
+            `tp`, `layers`, `dcp`, `interleave`, `tokens_per_state`, `opaque_axes` of
+            `from_tensors`, for all parts.
+
+        Raises
+        ------
+        LayoutError
+            If the parts do not fill dimension P, or do not fit the numbers.
+
+        Examples
+        --------
+        The convolution state of Mamba 2 on rank 1 of 2, with three taps: 8 heads of 4 channels are
+        sharded, and B and C of one group are on every rank.
+
+        >>> state = np.zeros((16, 3, 4 * 4 + 2 + 2), np.float32)
+        >>> parts = [Part("x", "HD", {"D": 4}, 8), Part("B", "HD", {"D": 2}, 1)]
+        >>> parts += [Part("C", "HD", {"D": 2}, 1)]
+        >>> KVCache.from_parts({"0": state}, axes="BKP", parts=parts, tp=(1, 2), group="conv")
+        <KVCache conv.x: 1 layers, 16 blocks of 0 tokens, heads 4..7; ...
+        """
+        table = group if table is None else table
+        where, tp = f"axes {axes!r}", _pair("tp", options.get("tp", (0, 1)))
+        count = axes.count("P")
+        if not count or "P" * count not in axes:
+            raise LayoutError(f"{where}: expected one dimension P of parts, or several in a row")
+        at = axes.index("P")
+        arrays = {str(name): _join(str(name), value, at, count) for name, value in tensors.items()}
+        caches, begin = [], 0
+        for part in parts:
+            extents = part.extents(tp)
+            caches.append(
+                cls.from_tensors(
+                    {n: _narrow(n, array, at, begin, extents) for n, array in arrays.items()},
+                    axes=axes.replace("P" * count, part.axes),
+                    kv_heads=part.kv_heads,
+                    group=f"{group}.{part.name}",
+                    kind=f"{group if kind is None else kind}.{part.name}",
+                    table=table,
+                    dtype=part.dtype,
+                    **options,
+                )
+            )
+            begin += math.prod(extents)
+        for name, array in arrays.items():
+            if array.shape[at] != begin:
+                raise LayoutError(
+                    f"tensor {name!r}: dimension P has {array.shape[at]} elements, the parts "
+                    f"{[part.name for part in parts]} {begin}"
+                )
+        return cls.combine(*caches)
 
     @classmethod
     def combine(cls, *caches: KVCache) -> KVCache:
@@ -790,7 +1067,7 @@ def _read_layer(name: str, value: Any, axes: str) -> list[_Box]:  # noqa: ANN401
 def _check_alike(first: _Box, other: _Box, letters: str = "BND") -> None:
     facts: dict[str, tuple[object, object]] = {
         "dtype": (first.array.dtype, other.array.dtype),
-        "K and V": (first.has_values, other.has_values),
+        "K and V": (first.planes, other.planes),
     }
     for letter in letters:
         counts = (first.axes[letter].count, other.axes[letter].count)

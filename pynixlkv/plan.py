@@ -17,20 +17,37 @@ from pynixlkv import _kernels, _native
 from pynixlkv._arrays import block_ids, is_integer, position
 from pynixlkv.digest import make_scope, sample_units
 from pynixlkv.errors import PlanError
-from pynixlkv.geometry import Geometry, runs
+from pynixlkv.geometry import Geometry, for_group, meetings, runs
 from pynixlkv.types import MemoryType, Operation
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import ArrayLike, NDArray
 
     from pynixlkv.digest import Digest, DigestScope
     from pynixlkv.geometry import Group, KVCache
 
     _GroupTables = tuple[NDArray[np.int64], NDArray[np.int64], int, int, int]
+    _Pair = tuple[Group, Group, list[int] | None]
+    """Groups that meet, and the layers that move; None for all."""
 
 __all__ = ["Coverage", "GroupDescription", "PlanDescription", "TransferPlan", "physical_blocks"]
 
 _T = TypeVar("_T")
+
+
+def _check_out(out: tuple[NDArray[np.uint64], NDArray[np.uint64]]) -> None:
+    for array in out:
+        is_fit = isinstance(array, np.ndarray) and array.shape[1:] == (3,)
+        flags = array.flags if is_fit and array.dtype == np.uint64 else None
+        if flags is None or not (flags.c_contiguous and flags.writeable):
+            raise PlanError(
+                "out must be two writable, C-contiguous arrays of uint64 of shape (n, 3), not "
+                f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
+            )
+    if len(out) != 2 or np.may_share_memory(*out):
+        raise PlanError("out must be two arrays that do not overlap")
 
 
 @dataclass(frozen=True)
@@ -114,7 +131,8 @@ class TransferPlan:
     Parameters
     ----------
     local, remote : Geometry
-        The two sides. Groups meet by name, layers, heads and elements by global index.
+        The two sides. Groups meet by their kind where they have layers in common; layers, heads and
+        elements meet by global index.
     heads : iterable of int, optional
         Global KV heads to move, held by both sides: `Source.heads` of
         `pynixlkv.topology.read_sources`. By default all that the local side holds. Groups that
@@ -122,8 +140,8 @@ class TransferPlan:
     layers : iterable of int, optional
         Global layers to move, held by both sides. By default all that the local side holds.
     groups : iterable of str, optional
-        Names of the groups to move, held by both sides. By default all; both sides must then have
-        the same.
+        Names of the local groups to move, of kinds that both sides hold. By default all; both sides
+        must then have the same kinds.
     max_bytes : int, optional
         Longest descriptor in bytes, at least 1; longer runs are cut. By default no limit.
 
@@ -143,8 +161,8 @@ class TransferPlan:
     __slots__ = (
         "__weakref__",
         "_heads",
-        "_layers",
         "_native",
+        "_pairs",
         "groups",
         "local",
         "max_bytes",
@@ -155,7 +173,7 @@ class TransferPlan:
     local: Geometry
     remote: Geometry
     groups: tuple[str, ...]
-    """Names of the groups that move, in the plan's order."""
+    """Names of the local groups that move, in the plan's order."""
     max_bytes: int | None
     memory: tuple[MemoryType, MemoryType]
     """Kind of memory of the local and the remote side."""
@@ -180,9 +198,14 @@ class TransferPlan:
         self.remote = remote
         self.max_bytes = max_bytes
         self.groups = _select_groups(local, remote, groups)
-        sides = [geometry.select(self.groups) for geometry in (local, remote)]
-        self._heads = None if heads is None else _select_heads(sides, heads)
-        self._layers = None if layers is None else _select_layers(sides, layers)
+        self._heads = None if heads is None else _numbers("heads", heads)
+        wanted = None if layers is None else _numbers("layers", layers)
+        self._pairs = _pair_groups(local.select(self.groups), remote.groups, wanted)
+        sides = [[pair[i] for pair in self._pairs] for i in range(2)]
+        if self._heads is not None:
+            _check_heads(sides, self._heads)
+        if wanted is not None:
+            _check_layers(sides, wanted)
         self.memory = (
             _memory("local", local, sides[0]),
             _memory("remote", remote, sides[1]),
@@ -192,18 +215,26 @@ class TransferPlan:
                 f"max_bytes is {max_bytes!r}; expected an integer from 1 on, or None for no limit"
             )
         self._native = _native.kv.Plan(
-            local._native,
-            remote._native,
-            local_groups=[local.names.index(name) for name in self.groups],
-            remote_groups=[remote.names.index(name) for name in self.groups],
+            local.with_groups(sides[0])._native,
+            remote.with_groups(sides[1])._native,
+            local_groups=[local.names.index(group.name) for group in sides[0]],
+            remote_groups=[remote.names.index(group.name) for group in sides[1]],
             max_bytes=None if max_bytes is None else min(int(max_bytes), 2**60),
             heads=None if self._heads is None else _intervals(self._heads),
-            layers=None if self._layers is None else _intervals(self._layers),
+            layers=[
+                [(0, 2**60 - 1)] if layers is None else _intervals(layers)
+                for _, _, layers in self._pairs
+            ],
         )
 
     def __repr__(self) -> str:
         local, remote = self.memory
         return f"<TransferPlan {', '.join(self.groups)}: {local.name}, {remote.name}>"
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Names of the local and remote groups that meet; a group may meet several."""
+        return [(here.name, there.name) for here, there, _ in self._pairs]
 
     def tables(
         self,
@@ -226,21 +257,16 @@ class TransferPlan:
         local_start: int | Mapping[str, int],
         remote_start: int | Mapping[str, int],
     ) -> list[_GroupTables]:
-        counts = self._per_group("num_tokens", num_tokens, None)
-        local_starts = self._per_group("local_start", local_start, 0)
-        remote_starts = self._per_group("remote_start", remote_start, 0)
-        local_tables = self._per_table("local_blocks", local_blocks)
-        remote_tables = self._per_table("remote_blocks", remote_blocks)
+        sides = [[pair[i] for pair in self._pairs] for i in range(2)]
+        columns = (
+            _per_table("local_blocks", local_blocks, sides[0]),
+            _per_table("remote_blocks", remote_blocks, sides[1]),
+            _per_group("num_tokens", num_tokens, sides[0], None),
+            _per_group("local_start", local_start, sides[0], 0),
+            _per_group("remote_start", remote_start, sides[1], 0),
+        )
         return [
-            _group_tables(
-                group,
-                local_tables[group.name],
-                remote_tables[group.name],
-                counts[group.name],
-                local_starts[group.name],
-                remote_starts[group.name],
-            )
-            for group in self.local.select(self.groups)
+            _group_tables(group, *values) for group, *values in zip(sides[0], *columns, strict=True)
         ]
 
     def descriptors(
@@ -252,6 +278,7 @@ class TransferPlan:
         local_start: int | Mapping[str, int] = 0,
         remote_start: int | Mapping[str, int] = 0,
         operation: Operation = Operation.READ,
+        out: tuple[NDArray[np.uint64], NDArray[np.uint64]] | None = None,
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         """Return the descriptors of one transfer.
 
@@ -264,7 +291,7 @@ class TransferPlan:
             Physical block numbers of one sequence in token order, each below the side's
             ``num_blocks``. Entry i of a table holds the positions from ``start + i * size`` on,
             where size is the side's tokens per block (times its context-parallel size). A plan
-            of several groups takes a mapping of group name to table.
+            of several tables takes a mapping of the side's group or table names to tables.
         num_tokens : int or mapping of str to int, optional
             Valid tokens of the sequence, counted from position 0; later positions do not move. Both
             tables must reach it. Without it, the tables must end together: all but the last block
@@ -274,10 +301,14 @@ class TransferPlan:
             block stands for. Earlier positions that only one table covers do not move.
         operation : Operation
             READ writes local blocks, WRITE remote ones; the written table may hold no block twice.
+        out : tuple of two ndarrays of uint64, shapes (n, 3), optional
+            Where to write the local and the remote rows, for callers that repeat: fresh memory costs
+            more than the rows. C-contiguous, with room for the rows before merging.
 
         Returns
         -------
         local, remote : ndarray of uint64, shape (k, 3)
+            The first rows of `out`, if that is given.
             Address, length in bytes, device number. Row i of one side pairs with row i of the
             other and has the same length. Local addresses ascend; ranges that adjoin on both
             sides are one, whatever the order of the tables; none is longer than `max_bytes`, and
@@ -288,7 +319,8 @@ class TransferPlan:
         PlanError
             If a block number is out of range or written twice, a start is not at a block's
             boundary, the tables do not cover the wanted tokens (see `coverage`), or an argument
-            has the wrong type; the message names side, index, value and limit.
+            has the wrong type, or `out` is too small; the message names side, index, value and
+            limit.
 
         Notes
         -----
@@ -301,7 +333,11 @@ class TransferPlan:
             raise PlanError(f"operation is {operation!r}; expected Operation.READ or WRITE")
         tables = self.tables(local_blocks, remote_blocks, num_tokens, local_start, remote_start)
         tables.check_written_once(remote=operation == Operation.WRITE)
-        return tables.descriptors()
+        if out is None:
+            return tables.descriptors()
+        _check_out(out)
+        count = tables.descriptors_into(*out)
+        return out[0][:count], out[1][:count]
 
     def coverage(
         self,
@@ -328,17 +364,12 @@ class TransferPlan:
         name = self.groups[0] if group is None else group
         if name not in self.groups:
             raise PlanError(f"group {name!r} is not in the plan, which has {list(self.groups)}")
+        names = [here.name for here, _, _ in self._pairs]
+        at = names.index(name)
         tables = _group_tables(
-            self.local.select([name])[0],
-            local_blocks,
-            remote_blocks,
-            num_tokens,
-            local_start,
-            remote_start,
+            self._pairs[at][0], local_blocks, remote_blocks, num_tokens, local_start, remote_start
         )
-        tokens, local, remote = (
-            range(*bounds) for bounds in self._native.overlap(self.groups.index(name), tables)
-        )
+        tokens, local, remote = (range(*bounds) for bounds in self._native.overlap(at, tables))
         return Coverage(
             tokens,
             local,
@@ -362,12 +393,12 @@ class TransferPlan:
         costs as much as `descriptors`. The ``str()`` of the result is for people.
         """
         groups = []
-        for i, name in enumerate(self.groups):
+        for i, (here, _, _) in enumerate(self._pairs):
             runs = self._native.block_runs(i)
             num_bytes = sum(runs)
             groups.append(
                 GroupDescription(
-                    group=name,
+                    group=here.name,
                     bytes_per_block=num_bytes,
                     runs_per_block=len(runs),
                     shortest_run=min(runs, default=0),
@@ -410,17 +441,16 @@ class TransferPlan:
             Chooses the units. Keep it from the other side until the bytes have moved.
         """
         tables = self._tables(local_blocks, remote_blocks, num_tokens, local_start, remote_start)
-        sides = [geometry.select(self.groups) for geometry in (self.local, self.remote)]
         scopes = []
-        for i, pair in enumerate(zip(*sides, strict=True)):
+        for i, (here, there, layers) in enumerate(self._pairs):
             tokens = range(*self._native.overlap(i, tables[i])[0])
             if not tokens:
                 continue
-            here = pair[0]
+            pair = (here, there)
             whole = make_scope(
                 here,
                 tokens,
-                layers=_common(here.layers, self._layers),
+                layers=_common(here.layers, layers),
                 heads=_common(here.heads, None if here.kv_heads is None else self._heads),
                 unit=max(group.block_tokens for group in pair) if unit is None else unit,
                 turns=tuple((*group.dcp, group.interleave) for group in pair if group.dcp[1] > 1),
@@ -464,61 +494,111 @@ class TransferPlan:
         expected = digest.scopes if scopes is None else tuple(scopes)
         cache.digest(blocks, start=start, scopes=expected).check(digest, peer=peer)
 
-    def _per_group(self, what: str, value: Mapping[str, _T] | _T, default: _T) -> dict[str, _T]:
-        if not isinstance(value, Mapping):
-            return dict.fromkeys(self.groups, value)
-        self._check_names(what, value)
-        return {name: value.get(name, default) for name in self.groups}
 
-    def _per_table(
-        self, what: str, value: Mapping[str, ArrayLike] | ArrayLike
-    ) -> dict[str, ArrayLike]:
-        if not isinstance(value, Mapping):
-            if len(self.groups) > 1:
-                raise PlanError(
-                    f"{what} is one table, but the plan has groups {list(self.groups)}; pass a "
-                    "mapping of group name to table"
-                )
-            return {self.groups[0]: value}
-        self._check_names(what, value)
-        missing = [name for name in self.groups if name not in value]
-        if missing:
-            raise PlanError(f"{what} has no table for {missing}; every group of the plan needs one")
-        return dict(value)
+def _per_group(
+    what: str, value: Mapping[str, _T] | _T, groups: list[Group], default: _T
+) -> list[_T]:
+    """Return what is given for each group; a mapping has some of the groups."""
+    if not isinstance(value, Mapping):
+        return [value] * len(groups)
+    _check_names(what, value, groups)
+    found = [for_group(value, group) for group in groups]
+    return [default if each is None else each for each in found]
 
-    def _check_names(self, what: str, value: Mapping[str, object]) -> None:
-        unknown = [name for name in value if name not in self.groups]
-        if unknown:
-            raise PlanError(f"{what} names {unknown}; the plan has groups {list(self.groups)}")
+
+def _per_table(
+    what: str, value: Mapping[str, ArrayLike] | ArrayLike, groups: list[Group]
+) -> list[ArrayLike]:
+    """Return the block table of each group."""
+    if not isinstance(value, Mapping):
+        if len({group.table for group in groups}) > 1:
+            raise PlanError(
+                f"{what} is one table, but the plan has groups {_names(groups)}; pass a mapping "
+                "of group name to table"
+            )
+        value = {groups[0].table: value}
+    _check_names(what, value, groups)
+    found = [for_group(value, group) for group in groups]
+    missing = [group.name for group, each in zip(groups, found, strict=True) if each is None]
+    if missing:
+        raise PlanError(f"{what} has no table for {missing}; every group of the plan needs one")
+    first: dict[str, Group] = {}
+    for group in groups:
+        other = first.setdefault(group.name if group.name in value else group.table, group)
+        if other.block_tokens != group.block_tokens:
+            raise PlanError(
+                f"{what} has one table for groups {other.name!r} and {group.name!r}, whose blocks "
+                f"hold {other.block_tokens} and {group.block_tokens} tokens; pass one for each"
+            )
+    return [each for each in found if each is not None]
+
+
+def _check_names(what: str, value: Mapping[str, object], groups: list[Group]) -> None:
+    known = {name for group in groups for name in (group.name, group.table)}
+    unknown = [name for name in value if name not in known]
+    if unknown:
+        raise PlanError(f"{what} names {unknown}; the plan has groups {_names(groups)}")
+
+
+def _names(groups: list[Group]) -> list[str]:
+    return list(dict.fromkeys(group.name for group in groups))
 
 
 def _select_groups(
     local: Geometry, remote: Geometry, groups: Iterable[str] | None
 ) -> tuple[str, ...]:
-    here, there = local.names, remote.names
-    wanted = here if groups is None else list(dict.fromkeys(groups))
+    names = local.names
+    here, there = ([group.kind for group in side.groups] for side in (local, remote))
+    wanted = names if groups is None else list(dict.fromkeys(groups))
     if groups is None and set(here) != set(there):
         raise PlanError(
             f"the groups differ: local has {here}, remote {there}; select common ones with groups="
         )
-    for side, names in (("local", here), ("remote", there)):
-        missing = [name for name in wanted if name not in names]
-        if missing:
-            raise PlanError(f"groups {missing} are not in the {side} cache, which has {names}")
+    missing = [name for name in wanted if name not in names]
+    if missing:
+        raise PlanError(f"groups {missing} are not in the local cache, which has {names}")
+    missing = [group.name for group in local.select(wanted) if group.kind not in there]
+    if missing:
+        raise PlanError(f"groups {missing} are not in the remote cache, which has {there}")
     if not wanted:
-        raise PlanError(f"groups is empty; expected some of {here}")
-    differences = [
-        f"{field} is {a!r} here and {b!r} there"
-        for here_group, there_group in zip(local.select(wanted), remote.select(wanted), strict=True)
-        for field, a, b in here_group.differences(there_group)
-    ]
-    if differences:
-        raise PlanError(f"the caches cannot be matched: {'; '.join(differences)}")
+        raise PlanError(f"groups is empty; expected some of {names}")
     return tuple(wanted)
 
 
-def _select_heads(sides: list[list[Group]], heads: Iterable[int]) -> list[int]:
-    wanted = _numbers("heads", heads)
+def _pair_groups(
+    local: Sequence[Group], remote: Sequence[Group], wanted: list[int] | None
+) -> list[_Pair]:
+    """Pair the groups that hold the same of some wanted layers, with heads as both number them."""
+    pairs: list[_Pair] = []
+    for here in local:
+        theirs = [there for there in remote if there.kind == here.kind]
+        if len(theirs) == 1:
+            pairs.append((here, theirs[0], wanted))
+            continue
+        left = _common(here.layers, wanted)
+        found = [
+            (there, common)
+            for _, there, layers in meetings([here], theirs)
+            if (common := _common(layers, wanted))
+        ] or [(theirs[0], left)]
+        left = [layer for layer in left if not any(layer in common for _, common in found)]
+        found[0] = (found[0][0], sorted([*found[0][1], *left]))  # the plan reports what is missing
+        pairs.extend((here, there, layers) for there, layers in found)
+    differences = [
+        f"{field} is {a!r} here and {b!r} there"
+        for here, there, _ in pairs
+        for field, a, b in here.differences(there)
+    ]
+    if differences:
+        raise PlanError(f"the caches cannot be matched: {'; '.join(differences)}")
+    heads = [here.agreed_heads(there) for here, there, _ in pairs]
+    return [
+        (here.with_heads(count), there.with_heads(count), layers)
+        for (here, there, layers), count in zip(pairs, heads, strict=True)
+    ]
+
+
+def _check_heads(sides: list[list[Group]], wanted: list[int]) -> None:
     for side, groups in zip(("local", "remote"), sides, strict=True):
         # A cache without a head axis counts as one head if no group has such an axis.
         for group in [g for g in groups if g.kv_heads is not None] or groups:
@@ -529,11 +609,9 @@ def _select_heads(sides: list[list[Group]], heads: Iterable[int]) -> list[int]:
                     f"rank {group.tp[0]} of {group.tp[1]} holds {group.heads.start} to "
                     f"{group.heads.stop - 1}"
                 )
-    return wanted
 
 
-def _select_layers(sides: list[list[Group]], layers: Iterable[int]) -> list[int]:
-    wanted = _numbers("layers", layers)
+def _check_layers(sides: list[list[Group]], wanted: list[int]) -> None:
     for side, groups in zip(("local", "remote"), sides, strict=True):
         held = {layer for group in groups for layer in group.layers}
         missing = [layer for layer in wanted if layer not in held]
@@ -541,7 +619,6 @@ def _select_layers(sides: list[list[Group]], layers: Iterable[int]) -> list[int]
             raise PlanError(
                 f"layers {missing} are not held by the {side} side, which has {sorted(held)}"
             )
-    return wanted
 
 
 def _numbers(what: str, values: object) -> list[int]:

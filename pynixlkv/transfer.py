@@ -74,6 +74,8 @@ class TransferResult:
         Seconds inside the library's post calls (the whole copy, on same-host paths of NIXL).
     transfer_s : float
         Seconds from the call to the end state.
+    transports : tuple of str
+        As `Peer.transports`.
     """
 
     bytes: int
@@ -85,6 +87,7 @@ class TransferResult:
     make_s: float
     post_s: float
     transfer_s: float
+    transports: tuple[str, ...] = ()
 
 
 class Peer(Uncopied):
@@ -107,7 +110,11 @@ class Peer(Uncopied):
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """UCX's transports to it, such as ``cuda_ipc``; empty under NIXL, which does not say."""
+        """UCX's transports to it, such as ``cuda_ipc``; empty under NIXL, which does not say.
+
+        Those of `UcxAgent` for host memory: ``process_vm``, vectored copies by the kernel, or
+        ``lane``, a connection of TCP.
+        """
         return tuple(self._native.transports)
 
     @property
@@ -239,7 +246,7 @@ class Transfer(Closeable):
         """Bytes moved, and times; raises `error`, or `StateError` before the end."""
         if not self.done():
             raise StateError(f"{self!r} has not ended; wait() for it first")
-        return TransferResult(*self._native.result)
+        return TransferResult(*self._native.result, self._peer.transports)
 
     def cancel(self) -> None:
         """End the transfer as cancelled unless it has ended. Does not block.

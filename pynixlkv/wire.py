@@ -31,6 +31,7 @@ _FLAG_MAC = 1
 _MAX_SECRET_BYTES = 64  # the longest key of BLAKE2b; longer secrets are hashed first
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
+_Decoded = TypeVar("_Decoded")
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -90,10 +91,17 @@ def unseal(
             f"the {what}'s digest does not fit its bytes: they were damaged on the way"
             + ("" if secret is None else ", or the other side has another secret")
         )
+    return decode(msgspec.msgpack.Decoder(kind), body, f"{what}'s body")
+
+
+def decode(
+    decoder: msgspec.msgpack.Decoder[_Decoded], data: bytes | memoryview, what: str
+) -> _Decoded:
+    """Decode untrusted bytes; raise `WireError`, which names `what`, if they are malformed."""
     try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise WireError(f"the {what}'s body does not decode: {error}") from error
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"the {what} of {len(data)} bytes does not decode: {error}") from error
 
 
 def _digest(header: bytes, body: bytes | memoryview, what: str, secret: bytes | None) -> bytes:

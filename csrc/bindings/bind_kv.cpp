@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/error.hpp"
+#include "base/text.hpp"
 #include "bindings/bind.hpp"
 #include "bindings/py_shared.hpp"
 #include "kv/digest.hpp"
@@ -57,8 +58,10 @@ kv::Group group_of(const py::handle& source) {
     const std::uint64_t block_size = number(source.attr("block_size"));
     kv::Group group{number(source.attr("element_bytes")),
                     {number(source.attr("num_blocks")), block_size == 0 ? 1 : block_size,
-                     number(dcp[0]), number(dcp[1]), number(source.attr("interleave"))},
+                     number(dcp[0]), number(dcp[1]), number(source.attr("interleave")),
+                     number(source.attr("tokens_per_state"))},
                     !source.attr("kv_heads").is_none()};
+    group.table = source.attr("table").cast<std::string>();
     const auto opaque_axes = source.attr("opaque_axes").cast<std::string>();
     for (std::size_t i = 0; i < kv::kNumAxes; ++i) {
         if (opaque_axes.find(kv::kAxisLetters[i]) != std::string::npos) {
@@ -98,15 +101,15 @@ std::shared_ptr<Plan> make_plan(const Geometry& local, const Geometry& remote,
                                 const std::vector<std::size_t>& remote_groups,
                                 std::optional<std::uint64_t> max_bytes,
                                 const std::optional<std::vector<Bounds>>& heads,
-                                const std::optional<std::vector<Bounds>>& layers) {
+                                const std::vector<std::vector<Bounds>>& layers) {
     const GilRelease release;
     kv::Selection selection;
     selection.max_bytes = std::min(max_bytes.value_or(kv::kMaxNumber), kv::kMaxNumber);
     if (heads) {
         selection.heads = intervals(*heads);
     }
-    if (layers) {
-        selection.layers = intervals(*layers);
+    for (const auto& of_group : layers) {
+        selection.layers.push_back(intervals(of_group));
     }
     return std::make_shared<Plan>(select(local, local_groups), select(remote, remote_groups),
                                   selection);
@@ -130,14 +133,31 @@ std::shared_ptr<BlockTables> make_tables(const std::shared_ptr<Plan>& plan,
     return std::make_shared<BlockTables>(plan, tables);
 }
 
+/// @return number of rows
+std::size_t emit(const Expansion& expansion, DescriptorArray& local, DescriptorArray& remote) {
+    auto* const local_rows = reinterpret_cast<Descriptor*>(local.mutable_data());
+    auto* const remote_rows = reinterpret_cast<Descriptor*>(remote.mutable_data());
+    return without_gil([&] { return expansion.emit(local_rows, remote_rows); });
+}
+
+/// @param local, remote writable, of shape (n, 3)
+std::size_t descriptors_into(const BlockTables& tables, DescriptorArray local,
+                             DescriptorArray remote) {
+    const auto expansion = without_gil([&] { return Expansion(tables); });
+    const auto rows = static_cast<std::size_t>(std::min(local.shape(0), remote.shape(0)));
+    if (rows < expansion.bound()) {
+        throw Error("PlanError",
+                    text("out has ", rows, " rows; this transfer needs up to ", expansion.bound()));
+    }
+    return emit(expansion, local, remote);
+}
+
 std::pair<DescriptorArray, DescriptorArray> descriptors(const BlockTables& tables) {
     const auto expansion = without_gil([&] { return Expansion(tables); });
     const std::array<std::size_t, 2> shape{expansion.bound(), 3};
     DescriptorArray local(shape);
     DescriptorArray remote(shape);
-    auto* const local_rows = reinterpret_cast<Descriptor*>(local.mutable_data());
-    auto* const remote_rows = reinterpret_cast<Descriptor*>(remote.mutable_data());
-    const std::size_t count = without_gil([&] { return expansion.emit(local_rows, remote_rows); });
+    const std::size_t count = emit(expansion, local, remote);
     // Returns the memory that merging has saved; nothing else refers to the arrays yet.
     local.resize({count, std::size_t{3}}, false);
     remote.resize({count, std::size_t{3}}, false);
@@ -160,7 +180,7 @@ DescriptorArray digests(const Geometry& geometry, std::size_t group, const IdArr
                           view(arrays[0]),
                           view(arrays[1]),
                           view(arrays[2]),
-                          source.attr("has_values").cast<bool>() ? 2U : 1U,
+                          number(source.attr("planes")),
                           {}};
     for (const py::handle turns : source.attr("turns")) {
         const auto [rank, ranks, interleave] = turns.cast<std::array<std::uint64_t, 3>>();
@@ -192,6 +212,8 @@ void bind_kv(py::module_ m) {
             },
             py::arg("remote"), py::call_guard<GilRelease>())
         .def("descriptors", &descriptors)
+        .def("descriptors_into", &descriptors_into, py::arg("local").noconvert(),
+             py::arg("remote").noconvert())
         .def("totals", [](const BlockTables& tables) {
             const auto expansion = without_gil([&] { return Expansion(tables); });
             return std::tuple(expansion.bytes(), expansion.num_runs());

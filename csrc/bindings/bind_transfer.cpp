@@ -269,8 +269,20 @@ void bind_transfer(py::module_ m) {
         .def("drop_notifications", &FakeNetwork::drop_notifications, ReleaseGil(), py::arg("agent"),
              py::arg("count") = 1, "Lose the next `count` notifications to the agent.");
 
-    m.def("is_shareable", &DeviceContexts::is_shareable, ReleaseGil(), py::arg("address"),
-          "Return whether other processes can be given access to device memory.");
+    m.def(
+        "device_memory_kind",
+        [](std::uint64_t address)
+            -> std::optional<std::tuple<std::string, std::string, bool, bool>> {
+            const auto kind = DeviceContexts::kind_of(address);
+            if (!kind) {
+                return std::nullopt;
+            }
+            return std::tuple(kind->name, kind->advice, kind->is_exportable, kind->is_rdma_capable);
+        },
+        ReleaseGil(), py::arg("address"),
+        "Return how device memory was allocated, the setting to change, and whether other "
+        "processes "
+        "and network cards can reach the memory; None for other memory.");
 
     m.def(
         "fake_agent",
@@ -302,13 +314,14 @@ void bind_transfer(py::module_ m) {
     m.def(
         "ucx_agent",
         [](const std::string& name, const Bytes& incarnation, const Shared<ucx::Context>& context,
-           bool error_handling) {
+           bool error_handling, std::size_t copy_threads) {
             const auto mode = error_handling ? ucx::capi::kErrorPeer : ucx::capi::kErrorNone;
-            return start(name, incarnation, [context = context.ptr(), name, mode] {
-                return std::make_unique<ucx::UcxDriver>(context, name, mode);
+            return start(name, incarnation, [context = context.ptr(), name, mode, copy_threads] {
+                return std::make_unique<ucx::UcxDriver>(context, name, mode, copy_threads);
             });
         },
-        py::arg("name"), py::arg("incarnation"), py::arg("context"), py::arg("error_handling"));
+        py::arg("name"), py::arg("incarnation"), py::arg("context"), py::arg("error_handling"),
+        py::arg("copy_threads"));
 }
 
 }  // namespace pynixlkv::bindings

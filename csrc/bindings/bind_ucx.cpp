@@ -106,7 +106,9 @@ void bind_memory(py::module_& m) {
                      without_gil([&] { return std::make_shared<Context>(library.ptr(), config); }));
              }),
              py::arg("library"), py::arg("config"))
-        .def_property_readonly("config", [](const PyContext& self) { return self->config(); });
+        .def_property_readonly("config", [](const PyContext& self) { return self->config(); })
+        .def("info",
+             [](const PyContext& self) { return without_gil([&] { return self->info(); }); });
 
     py::class_<PyMemory>(m, "Memory", py::buffer_protocol())
         .def_static(

@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstring>
+#include <numeric>
 #include <type_traits>
 #include <utility>
 
@@ -144,7 +145,8 @@ struct Part {
 };
 
 std::vector<Part> parts_of(const Group& group, const DigestScope& scope) {
-    constexpr std::array<std::int64_t, 2> kKeysAndValues{0, 1};
+    std::vector<std::int64_t> planes(scope.num_kv);
+    std::iota(planes.begin(), planes.end(), 0);
     const std::size_t heads = scope.heads.size() * scope.units.size();
     std::vector<Part> parts;
     parts.reserve(group.regions.size());
@@ -152,8 +154,7 @@ std::vector<Part> parts_of(const Group& group, const DigestScope& scope) {
         parts.push_back(
             {&region,
              {coordinates_of(kLayer, region.axes[kLayer], scope.layers, scope.num_kv * heads),
-              coordinates_of(kKv, region.axes[kKv], std::span(kKeysAndValues).first(scope.num_kv),
-                             heads),
+              coordinates_of(kKv, region.axes[kKv], planes, heads),
               coordinates_of(kHead, region.axes[kHead], scope.heads, scope.units.size())},
              RowHash(region.axes[kDim], group.element_bytes)});
     }
@@ -201,8 +202,9 @@ Coordinates slots_of(const Group& group, std::uint64_t entry, std::uint64_t star
     for (std::uint64_t slot = 0; slot < paging.slots; ++slot) {
         const std::uint64_t held = entry * paging.slots + slot;
         const std::uint64_t position =
-            start + (held / paging.interleave * paging.ranks + paging.rank) * paging.interleave +
-            held % paging.interleave;
+            start + ((held / paging.interleave * paging.ranks + paging.rank) * paging.interleave +
+                     held % paging.interleave) *
+                        paging.tokens_per_slot;
         const bool is_wanted =
             position >= begin && position < end &&
             std::all_of(
@@ -227,7 +229,6 @@ void add_digests(const Group& group, std::span<const std::int64_t> ids, std::uin
         plan_error("positions ", scope.begin, " to ", scope.end,
                    " are wanted, but the table covers ", start, " to ", end_of_table);
     }
-    check_range("digests of K and V", scope.num_kv, 1, 2);
     check_range("number of digests", out.size(), scope.size(), scope.size());
     for (const Turns& turns : scope.turns) {
         check_range("context ranks", turns.ranks, 1);

@@ -27,6 +27,7 @@ struct DigestScope {
     std::span<const std::int64_t> units;
     std::span<const std::int64_t> layers;
     std::span<const std::int64_t> heads;
+    /// Of the kv axis: K and V, or planes of state.
     std::uint64_t num_kv = 1;
     /// Only positions that these ranks hold as well.
     std::vector<Turns> turns;

@@ -13,8 +13,8 @@ class Cursor {
   public:
     Cursor(const Paging& paging, std::uint64_t table_start, std::uint64_t begin)
         : paging_(paging),
-          index_((begin - table_start) / paging.unit()),
-          offset_((begin - table_start) % paging.unit()) {
+          index_((begin - table_start) / paging.positions()),
+          offset_((begin - table_start) % paging.positions()) {
         settle();
     }
 
@@ -29,8 +29,8 @@ class Cursor {
 
     void advance(std::uint64_t positions) {
         offset_ += positions;
-        while (offset_ >= paging_.unit()) {
-            offset_ -= paging_.unit();
+        while (offset_ >= paging_.positions()) {
+            offset_ -= paging_.positions();
             ++index_;
         }
         settle();
@@ -160,14 +160,15 @@ BlockTables::BlockTables(std::shared_ptr<const Plan> plan, std::span<const Table
 void BlockTables::check_written_once(Side side) const {
     struct Use {
         std::uint64_t pool, block;
-        std::size_t group, index;
+        std::size_t table, group, index;
     };
     std::vector<Use> uses;
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         const GroupTables& group = groups_[i];
         // Entries beyond what moves may repeat: engines pad tables with a null block.
         for (std::size_t at = group.overlap.first[side]; at < group.overlap.last[side]; ++at) {
-            uses.push_back({plan_->groups()[i].pool[side], group.ids[side][at], i, at});
+            const GroupPair& pair = plan_->groups()[i];
+            uses.push_back({pair.pool[side], group.ids[side][at], pair.table[side], i, at});
         }
     }
     radix_sort_by(uses, [](const Use& use) { return use.block; });
@@ -175,7 +176,9 @@ void BlockTables::check_written_once(Side side) const {
     for (std::size_t i = 1; i < uses.size(); ++i) {
         const Use& a = uses[i - 1];
         const Use& b = uses[i];
-        if (a.pool == b.pool && a.block == b.block) {
+        // Groups that share a table are at different bytes of its blocks.
+        if (a.pool == b.pool && a.block == b.block &&
+            (a.table != b.table || a.group == b.group)) {
             plan_error("group ", b.group, ": ", kSideNames[side], " block ", b.block, " at index ",
                        b.index, " would be written twice; it is also at index ", a.index,
                        " of group ", a.group);
@@ -186,10 +189,12 @@ void BlockTables::check_written_once(Side side) const {
 /// Pair up the slots of a group, in order of local block.
 Expansion::PairedGroup Expansion::pair_slots(const std::array<Paging, 2>& paging,
                                              const BlockTables::GroupTables& tables) {
-    const Overlap& overlap = tables.overlap;
+    const std::uint64_t tokens = paging[0].tokens_per_slot;
+    const std::uint64_t begin = tables.overlap.begin / tokens;
+    const std::uint64_t end = tables.overlap.end / tokens;
     PairedGroup paired;
-    Cursor local(paging[0], overlap.start[0], overlap.begin);
-    Cursor remote(paging[1], overlap.start[1], overlap.begin);
+    Cursor local(paging[0], tables.overlap.start[0] / tokens, begin);
+    Cursor remote(paging[1], tables.overlap.start[1] / tokens, begin);
     std::size_t local_index = 0;
     std::size_t remote_index = 0;
     SlotRange open{0, 0, 0};
@@ -198,10 +203,10 @@ Expansion::PairedGroup Expansion::pair_slots(const std::array<Paging, 2>& paging
             paired.append(tables.ids[0][local_index], tables.ids[1][remote_index], open);
         }
     };
-    for (std::uint64_t at = overlap.begin; at < overlap.end;) {
+    for (std::uint64_t at = begin; at < end;) {
         std::uint64_t step = std::max(local.skip(), remote.skip());
         if (step == 0) {
-            step = std::min({local.available(), remote.available(), overlap.end - at});
+            step = std::min({local.available(), remote.available(), end - at});
             if (local.index() == local_index && remote.index() == remote_index &&
                 local.slot() == open.local_slot + open.count &&
                 remote.slot() == open.remote_slot + open.count) {

@@ -140,8 +140,10 @@ class Compiler {
         const Group& b = remote_.groups[index];
         const std::string subject = text("group ", index);
         if (a.element_bytes != b.element_bytes || a.has_heads != b.has_heads ||
-            a.opaque_axes != b.opaque_axes) {
-            plan_error(subject, " differs in element size, head axis or opaque axes");
+            a.opaque_axes != b.opaque_axes ||
+            a.paging.tokens_per_slot != b.paging.tokens_per_slot) {
+            plan_error(subject,
+                       " differs in element size, head axis, opaque axes or tokens per state");
         }
         if (!turns_meet(a.paging, b.paging)) {
             plan_error(subject, ": context rank ", a.paging.rank, " of ", a.paging.ranks,
@@ -154,7 +156,8 @@ class Compiler {
                        b.paging.slots);
         }
         for (const Region& region : a.regions) {
-            for (const Interval& layers : selection_.layers) {
+            for (const Interval& layers :
+                 index < selection_.layers.size() ? selection_.layers[index] : everything_) {
                 for (const Interval& heads : a.has_heads ? selection_.heads : everything_) {
                     Box box = box_of(region);
                     box[kLayer] = intersect(box[kLayer], layers);
@@ -239,6 +242,15 @@ class Compiler {
     std::vector<LoopNest> nests_;
 };
 
+/// The number of the first group that shares the group's block table.
+std::size_t table_of(const Geometry& geometry, std::size_t group) {
+    std::size_t first = 0;
+    while (first < group && !geometry.groups[first].shares_table(geometry.groups[group])) {
+        ++first;
+    }
+    return first;
+}
+
 std::uint64_t start_of(const Table& table, std::size_t side, const Paging& paging,
                        std::size_t group) {
     const std::int64_t value = table.start[side];
@@ -273,7 +285,11 @@ Plan::Plan(const Geometry& local, const Geometry& remote, const Selection& selec
     for (std::size_t i = 0; i < local.groups.size(); ++i) {
         const Group& a = local.groups[i];
         const Group& b = remote.groups[i];
-        groups_.push_back({{a.paging, b.paging}, {a.pool, b.pool}, has_opaque_tokens(a), 0});
+        groups_.push_back({{a.paging, b.paging},
+                           {a.pool, b.pool},
+                           {table_of(local, i), table_of(remote, i)},
+                           has_opaque_tokens(a),
+                           0});
     }
     for (std::size_t i = 0; i < nests_.size(); ++i) {
         add_to_run_groups(i);
@@ -333,10 +349,9 @@ Overlap Plan::overlap(std::size_t group, const Table& table) const {
     }
     if (table.num_tokens >= 0) {
         auto wanted = static_cast<std::uint64_t>(table.num_tokens);
-        if (pair.whole) {
-            const std::uint64_t unit = pair.paging[0].unit();
-            wanted = mul(wanted / unit + (wanted % unit == 0 ? 0 : 1), unit);
-        }
+        const Paging& paging = pair.paging[0];
+        const std::uint64_t unit = pair.whole ? paging.unit() : paging.tokens_per_slot;
+        wanted = mul(wanted / unit + (wanted % unit == 0 ? 0 : 1), unit);
         overlap.end = std::min(overlap.end, wanted);
     }
     overlap.end = std::max(overlap.begin, overlap.end);

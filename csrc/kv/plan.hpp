@@ -30,7 +30,8 @@ struct Interval {
 struct Selection {
     std::uint64_t max_bytes = kMaxNumber;
     std::vector<Interval> heads{Interval{}};
-    std::vector<Interval> layers{Interval{}};
+    /// Of each group; all where there are none.
+    std::vector<std::vector<Interval>> layers{};
 };
 
 /// Block tables of one group: entry i of a table holds the positions from start + i * unit on.
@@ -52,6 +53,8 @@ struct Overlap {
 struct GroupPair {
     std::array<Paging, 2> paging;
     std::array<std::size_t, 2> pool{};
+    /// Groups with the same number share a block table.
+    std::array<std::size_t, 2> table{};
     /// The token axis is opaque: blocks move whole.
     bool whole = false;
     /// Bytes per token of the common box.

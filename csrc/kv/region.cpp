@@ -179,11 +179,16 @@ void check_paging(const Paging& paging) {
     check_range("context rank", paging.rank);
     check_range("context ranks", paging.ranks, paging.rank + 1);
     check_range("context interleave", paging.interleave, 1);
+    check_range("tokens per state", paging.tokens_per_slot, 1);
+    if (paging.tokens_per_slot > 1 && paging.ranks > 1) {
+        layout_error("a state of ", paging.tokens_per_slot, " tokens cannot be dealt to ",
+                     paging.ranks, " context ranks");
+    }
     if (paging.slots % paging.interleave != 0) {
         layout_error(paging.slots, " tokens per block do not divide into turns of ",
                      paging.interleave);
     }
-    mul(mul(paging.slots, paging.ranks), paging.num_blocks);
+    mul(mul(mul(paging.slots, paging.ranks), paging.tokens_per_slot), paging.num_blocks);
 }
 
 /// The pairs of regions, one of each group or both of one, whose address ranges meet.
@@ -218,7 +223,9 @@ void check_inside_group(const Group& group, std::size_t index, std::uint64_t& st
 }
 
 /// Groups may lie in the same pool of blocks, as long as different blocks stay apart.
-void join_pools(Geometry& geometry, std::size_t first, std::size_t second, std::uint64_t& steps) {
+/// @param may_repeat whether the two may be one group of a checked geometry
+void join_pools(Geometry& geometry, std::size_t first, std::size_t second, bool may_repeat,
+                std::uint64_t& steps) {
     const Group& a = geometry.groups[first];
     const Group& b = geometry.groups[second];
     for (const auto& pair : touching(a, b)) {
@@ -227,6 +234,10 @@ void join_pools(Geometry& geometry, std::size_t first, std::size_t second, std::
                          " overlap in memory at different block numbers");
         }
         if (OverlapSearch(a, b, pair, true, steps).found()) {
+            if (a.shares_table(b) && !may_repeat) {
+                layout_error(name(first, pair[0]), " and ", name(second, pair[1]),
+                             " overlap in memory, and their groups share a block table");
+            }
             const auto [kept, joined] =
                 std::pair(std::min(a.pool, b.pool), std::max(a.pool, b.pool));
             for (Group& group : geometry.groups) {
@@ -236,11 +247,11 @@ void join_pools(Geometry& geometry, std::size_t first, std::size_t second, std::
     }
 }
 
-void number_pools(Geometry& geometry, std::uint64_t& steps) {
+void number_pools(Geometry& geometry, bool may_repeat, std::uint64_t& steps) {
     for (std::size_t i = 0; i < geometry.groups.size(); ++i) {
         geometry.groups[i].pool = i;
         for (std::size_t j = 0; j < i; ++j) {
-            join_pools(geometry, j, i, steps);
+            join_pools(geometry, j, i, may_repeat, steps);
         }
     }
 }
@@ -276,7 +287,7 @@ Geometry checked(Geometry geometry) {
     for (std::size_t i = 0; i < geometry.groups.size(); ++i) {
         check_inside_group(geometry.groups[i], i, steps);
     }
-    number_pools(geometry, steps);
+    number_pools(geometry, false, steps);
     return geometry;
 }
 
@@ -286,7 +297,7 @@ Geometry select(const Geometry& geometry, std::span<const std::size_t> indices) 
         selected.groups.push_back(geometry.groups.at(index));
     }
     std::uint64_t steps = kMaxOverlapSteps;
-    number_pools(selected, steps);
+    number_pools(selected, true, steps);
     return selected;
 }
 

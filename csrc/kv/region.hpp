@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -44,26 +45,31 @@ struct Region {
 ///
 /// Positions go round the `ranks` in turns of `interleave`; this side is number `rank`. A block
 /// holds `slots` of its own positions and so stands for `slots * ranks` positions of the sequence.
+/// In a compressed cache a position is `tokens_per_slot` tokens.
 struct Paging {
     std::uint64_t num_blocks = 1;
     std::uint64_t slots = 1;
     std::uint64_t rank = 0;
     std::uint64_t ranks = 1;
     std::uint64_t interleave = 1;
+    std::uint64_t tokens_per_slot = 1;
 
     /// Positions of the sequence per block.
-    [[nodiscard]] std::uint64_t unit() const noexcept { return slots * ranks; }
+    [[nodiscard]] std::uint64_t positions() const noexcept { return slots * ranks; }
+    /// Tokens of the sequence per block.
+    [[nodiscard]] std::uint64_t unit() const noexcept { return positions() * tokens_per_slot; }
     /// Positions until it is this side's turn again.
     [[nodiscard]] std::uint64_t period() const noexcept { return interleave * ranks; }
 
     /// Whether blocks of both hold the same tokens; the pools may differ in size.
     [[nodiscard]] bool same_tokens(const Paging& other) const noexcept {
-        return std::tie(slots, rank, ranks, interleave) ==
-               std::tie(other.slots, other.rank, other.ranks, other.interleave);
+        return std::tie(slots, rank, ranks, interleave, tokens_per_slot) ==
+               std::tie(other.slots, other.rank, other.ranks, other.interleave,
+                        other.tokens_per_slot);
     }
 };
 
-/// Layers that share one block table.
+/// What layers hold of one kind.
 struct Group {
     std::uint64_t element_bytes = 1;
     Paging paging;
@@ -74,6 +80,13 @@ struct Group {
     std::vector<Region> regions{};
     /// Groups with the same number overlap in memory, block by block. Set by `checked`.
     std::size_t pool = 0;
+    /// Name of the block table; groups with the same one are at different bytes of the same blocks.
+    /// Empty for a table of its own.
+    std::string table{};
+
+    [[nodiscard]] bool shares_table(const Group& other) const noexcept {
+        return !table.empty() && table == other.table;
+    }
 };
 
 /// All that one rank holds.
@@ -88,8 +101,8 @@ struct Geometry {
 /// @throws Error LayoutError
 Geometry checked(Geometry geometry);
 
-/// Some groups of a checked geometry, in the order of `indices`, with the pools numbered anew: two
-/// groups may share a pool only through a third.
+/// Some groups of a checked geometry, in the order of `indices`, perhaps one of them more than once,
+/// with the pools numbered anew: two groups may share a pool only through a third.
 Geometry select(const Geometry& geometry, std::span<const std::size_t> indices);
 
 /// One past the last byte of a region.

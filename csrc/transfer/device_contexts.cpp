@@ -89,10 +89,27 @@ OpenedDriver open_driver() {
     return opened;
 }
 
+/// CUpointer_attribute.
+enum Attribute : int {
+    kContext = 1,
+    kMemoryType = 2,
+    kIsManaged = 8,
+    kDeviceOrdinal = 9,
+    kIsLegacyIpcCapable = 10,
+    kAllowedHandleTypes = 14,
+    kIsRdmaCapable = 15,
+    kPoolHandle = 17,
+};
+
+/// An attribute of memory; `unknown` from a driver that does not know the attribute.
+std::uint64_t attribute_of(const CudaDriver& driver, std::uint64_t address, Attribute attribute,
+                           std::uint64_t unknown) {
+    std::uint64_t value = 0;  // little-endian, and wide enough for each attribute
+    return driver.get_attribute(&value, attribute, address) == 0 ? value : unknown;
+}
+
 /// The device that has an address, -1 if the address is not device memory.
 int device_of(const CudaDriver& driver, std::uint64_t address) {
-    constexpr int kMemoryType = 2;
-    constexpr int kDeviceOrdinal = 9;
     constexpr unsigned kOnDevice = 2;
     unsigned type = 0;
     int device = -1;
@@ -124,24 +141,42 @@ void DeviceContexts::release() noexcept {
     }
 }
 
-bool DeviceContexts::is_shareable(std::uint64_t address) noexcept {
-    constexpr int kContext = 1;
-    constexpr int kAllowedHandleTypes = 14;
+std::optional<DeviceContexts::MemoryKind> DeviceContexts::kind_of(std::uint64_t address) noexcept {
     const CudaDriver* driver = nullptr;
     try {
         driver = CudaDriver::get();
     } catch (const Error&) {
-        return true;  // nothing is known of the memory
+        return std::nullopt;
     }
-    if (driver == nullptr) {
-        return true;
+    if (driver == nullptr || device_of(*driver, address) < 0) {
+        return std::nullopt;
     }
-    // Memory of cuMemAlloc belongs to a context. Other memory must have been made to be exported.
-    void* context = nullptr;
-    std::uint64_t handle_types = 0;
-    return driver->get_attribute(&context, kContext, address) != 0 || context != nullptr ||
-           driver->get_attribute(&handle_types, kAllowedHandleTypes, address) != 0 ||
-           handle_types != 0;
+    const auto get = [&](Attribute attribute, std::uint64_t unknown) {
+        return attribute_of(*driver, address, attribute, unknown);
+    };
+    // UCX up to 1.23 exports memory by a handle of the first CUDA, or else by
+    // CU_MEM_HANDLE_TYPE_FABRIC, but not by a file descriptor.
+    constexpr std::uint64_t kFabric = 8;
+    const bool is_fabric = (get(kAllowedHandleTypes, 0) & kFabric) != 0;
+    const bool is_legacy = get(kIsLegacyIpcCapable, 1) != 0;
+    const bool is_rdma_capable = get(kIsRdmaCapable, 1) != 0;
+    if (get(kIsManaged, 0) != 0) {
+        return MemoryKind{"managed memory (cudaMallocManaged)", "allocate it with cudaMalloc",
+                          false, false};
+    }
+    if (get(kPoolHandle, 0) != 0) {
+        return MemoryKind{"memory of a pool (cudaMallocAsync)",
+                          "for PyTorch, unset backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF",
+                          is_fabric, is_rdma_capable};
+    }
+    if (!is_legacy && get(kContext, 0) == 0) {
+        return MemoryKind{"memory of the virtual memory functions (cuMemMap)",
+                          "for PyTorch, unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF; for "
+                          "vLLM, enable_sleep_mode",
+                          is_fabric, is_rdma_capable};
+    }
+    return MemoryKind{"memory of cudaMalloc", "register it in the process that allocated it",
+                      is_legacy, is_rdma_capable};
 }
 
 DeviceContexts::Scope::~Scope() {
@@ -183,6 +218,12 @@ std::pair<int, DeviceContexts::Scope> DeviceContexts::enter_for(const Descriptor
     if (is_device_known && row.device != static_cast<std::uint64_t>(device)) {
         throw Error("RegistrationError", text(row.str(), " is memory of GPU ", device, ", not of ",
                                               row.device, ", as this process numbers its GPUs"));
+    }
+    // It migrates between the GPU and the host, under the operations of a peer.
+    if (attribute_of(*driver, row.address, kIsManaged, 0) != 0) {
+        const MemoryKind kind = *kind_of(row.address);
+        throw Error("RegistrationError", text(row.str(), " is ", kind.name,
+                                              ", which peers cannot reach; ", kind.advice));
     }
     driver->check(driver->push(retain(*driver, device)), "cuCtxPushCurrent", device);
     return {device, Scope(driver)};

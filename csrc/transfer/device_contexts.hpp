@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "base/descriptor.hpp"
@@ -60,9 +61,15 @@ class DeviceContexts {
     /// Release what was retained. No scope of this object may be open.
     void release() noexcept;
 
-    /// Whether other processes can be given access to device memory; true for other memory,
-    /// and if the CUDA driver fails.
-    [[nodiscard]] static bool is_shareable(std::uint64_t address) noexcept;
+    /// How device memory was allocated, and what can reach it.
+    struct MemoryKind {
+        const char* name;
+        const char* advice;    ///< the setting to change for memory that more can reach
+        bool is_exportable;    ///< to other processes of this host
+        bool is_rdma_capable;  ///< for network cards
+    };
+    /// @return nothing for other memory, and if the CUDA driver fails
+    [[nodiscard]] static std::optional<MemoryKind> kind_of(std::uint64_t address) noexcept;
 
   private:
     void* retain(const CudaDriver& driver, int device);

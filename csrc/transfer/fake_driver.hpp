@@ -175,6 +175,12 @@ class FakeDriver : public Driver {
     }
 
     std::unique_ptr<Registered> register_memory(std::span<const Span> spans) override {
+        for (const Span& span : spans) {
+            if (span.memory != Memory::kDram) {
+                throw Error("RegistrationError",
+                            span.row.str() + " is not host memory, which is all a FakeAgent moves");
+            }
+        }
         const std::lock_guard lock(network_->mutex_);
         const MemoryMap::Owner owner = network_->next_token_++;
         self_->memory.add(owner, spans);

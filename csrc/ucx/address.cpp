@@ -1,5 +1,7 @@
 #include "ucx/address.hpp"
 
+#include <netinet/in.h>
+
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -45,6 +47,7 @@ constexpr std::uint16_t checksum(std::string_view name) {
 }
 static_assert(checksum("123456789") == 0x906E, "the check value of CRC-16/X-25");
 constexpr std::uint16_t kCma = checksum("cma");
+constexpr std::uint16_t kTcp = checksum("tcp");
 
 struct Transport {
     std::size_t place;  ///< of the checksum of its name in the address
@@ -121,6 +124,12 @@ std::pair<Transports, Transports> read_both(std::string_view own, std::string_vi
     return {};
 }
 
+const Transport* find_cma(const Transports& transports) {
+    const auto found = std::find_if(transports->begin(), transports->end(),
+                                    [](const Transport& t) { return t.name == kCma; });
+    return found == transports->end() ? nullptr : &*found;
+}
+
 }  // namespace
 
 bool is_plausible_address(std::string_view address, std::string_view own) {
@@ -142,10 +151,9 @@ std::string without_other_processes(std::string_view address, std::string_view o
     if (!ours || !theirs) {
         return kept;
     }
-    const auto is_named = [](const Transport& transport) { return transport.name == kCma; };
-    const auto cma = std::find_if(ours->begin(), ours->end(), is_named);
+    const Transport* const cma = find_cma(ours);
     for (const Transport& their : *theirs) {
-        if (is_named(their) && (cma == ours->end() || their.device == cma->device) &&
+        if (their.name == kCma && (cma == nullptr || their.device == cma->device) &&
             their.process() != static_cast<std::uint32_t>(process.value_or(0))) {
             // UCX skips transports whose name it does not know.
             const std::uint16_t unknown = 0;
@@ -153,6 +161,37 @@ std::string without_other_processes(std::string_view address, std::string_view o
         }
     }
     return kept;
+}
+
+std::vector<std::string> network_addresses(std::string_view own) {
+    std::vector<std::string> addresses;
+    for (const Transport& transport :
+         read_both(own, own).first.value_or(std::vector<Transport>())) {
+        // `uct_tcp_device_addr_t` in src/uct/tcp/tcp.h: flags, the family, its address.
+        const std::string_view device = transport.device;
+        if (transport.name != kTcp || device.size() < 2) {
+            continue;
+        }
+        const bool is_v4 = device[1] == AF_INET;
+        const std::size_t length = is_v4 ? sizeof(in_addr) : sizeof(in6_addr);
+        if ((device[0] & 1) != 0) {  // loopback
+            addresses.emplace_back(is_v4 ? std::string("\x7f\0\0\x01", 4)
+                                         : std::string(15, '\0') + '\x01');
+        } else if (device.size() == 2 + length) {
+            addresses.emplace_back(device.substr(2));
+        }
+    }
+    return addresses;
+}
+
+bool share_cma(std::string_view address, std::string_view own) {
+    const auto [ours, theirs] = read_both(own, address);
+    if (!ours || !theirs) {
+        return false;
+    }
+    const Transport* const our = find_cma(ours);
+    const Transport* const their = find_cma(theirs);
+    return our != nullptr && their != nullptr && our->device == their->device;
 }
 
 }  // namespace pynixlkv::ucx

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace pynixlkv::ucx {
 
@@ -19,5 +20,11 @@ namespace pynixlkv::ucx {
 /// the memory of whatever process that is), unless it names the given one.
 [[nodiscard]] std::string without_other_processes(std::string_view address, std::string_view own,
                                                   std::optional<pid_t> process);
+
+/// The internet addresses of the network devices that UCX uses for tcp, as bytes.
+[[nodiscard]] std::vector<std::string> network_addresses(std::string_view own);
+
+/// Whether both addresses have that transport, for processes of one host.
+[[nodiscard]] bool share_cma(std::string_view address, std::string_view own);
 
 }  // namespace pynixlkv::ucx

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 
 #include "ucx/status.hpp"
 
@@ -177,6 +178,7 @@ struct AmHandler {
     X(Status, init_version,                                                                      \
       (unsigned major, unsigned minor, const ContextParams*, Config, Context* out))              \
     X(Status, context_query, (Context, ContextAttr*))                                            \
+    X(void, context_print_info, (Context, std::FILE*))                                           \
     X(void, cleanup, (Context))                                                                  \
     X(Status, worker_create, (Context, const WorkerParams*, Worker* out))                        \
     X(void, worker_destroy, (Worker))                                                            \

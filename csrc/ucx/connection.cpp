@@ -1,10 +1,12 @@
 #include "ucx/connection.hpp"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/keep.hpp"
 #include "base/text.hpp"
-#include "ucx/am_rma.hpp"
+#include "ucx/clients.hpp"
+#include "ucx/lane.hpp"
 
 namespace pynixlkv::ucx {
 
@@ -51,15 +53,16 @@ std::size_t Outbox::num_waiting() {
 
 UcxConnection::UcxConnection(std::shared_ptr<Endpoint> to,
                              std::shared_ptr<const RemoteRegions> keys, std::string peer,
-                             std::uint64_t its_token, std::shared_ptr<AmRmaXfers> answers,
-                             std::shared_ptr<Endpoint> spare)
+                             std::uint64_t its_token, std::shared_ptr<Unopened> unopened,
+                             std::shared_ptr<Endpoint> spare, std::optional<PeerMemory> its_memory)
     : name(std::move(peer)),
       endpoint(std::move(to)),
       regions(std::move(keys)),
       token(its_token),
       number(new_secret()),
       is_one_sided(endpoint->is_one_sided()),
-      answers_(std::move(answers)),
+      memory(its_memory),
+      unopened_(std::move(unopened)),
       spare_(std::move(spare)),
       outbox_(endpoint) {
     introduce();
@@ -68,10 +71,39 @@ UcxConnection::UcxConnection(std::shared_ptr<Endpoint> to,
 void UcxConnection::introduce() {
     const bool is_needed = may_be_served() || endpoint->errors() == capi::kErrorPeer;
     if (is_needed && !is_introduced_) {
-        send({.kind = AmRmaKind::kOpen}, endpoint->worker()->address());
-        answers_->expect_open(number);
+        send({.kind = MessageKind::kOpen}, endpoint->worker()->address());
+        unopened_->insert(number);
         is_introduced_ = true;
     }
+}
+
+std::vector<std::string> UcxConnection::transports() const {
+    std::vector<std::string> names = endpoint->transports();
+    if (memory) {
+        names.emplace_back("process_vm");
+    } else if (!lanes.empty()) {
+        names.emplace_back("lane");
+    }
+    return names;
+}
+
+std::shared_ptr<OwnLane> UcxConnection::lane() {
+    std::erase_if(lanes, [](const auto& lane) { return lane->is_broken(); });
+    const auto ready =
+        std::find_if(lanes.begin(), lanes.end(), [](const auto& lane) { return lane->is_ready(); });
+    if (lanes.empty()) {
+        throw transfer::ConnectionLost(
+            make_error(Status::kConnectionReset, "connect",
+                       text("no connection for the bytes of host memory to peer '", name,
+                            "' stands, beside UCX's own: do firewalls let the peer's ports through "
+                            "(UCX_TCP_PORT_RANGE), and do both sides use the same networks "
+                            "(UCX_NET_DEVICES)?")));
+    }
+    if (ready == lanes.end()) {
+        return nullptr;
+    }
+    lanes = {*ready};
+    return lanes.front();
 }
 
 void UcxConnection::refresh(std::shared_ptr<const RemoteRegions> keys) {
@@ -81,15 +113,15 @@ void UcxConnection::refresh(std::shared_ptr<const RemoteRegions> keys) {
 
 UcxConnection::~UcxConnection() {
     if (is_introduced_ && !endpoint->failure()) {
-        progress_until(kLeaveDeadline, [this] { return !answers_->is_unopened(number); });
+        progress_until(kLeaveDeadline, [this] { return !unopened_->contains(number); });
         try {
-            send({.kind = AmRmaKind::kClose}, {});
+            send({.kind = MessageKind::kClose}, {});
         } catch (const NativeError&) {
             // The peer notices the end of the connection by itself.
         }
     }
     progress_until(kLeaveDeadline, [this] { return is_quiet(); });
-    answers_->forget(number);
+    unopened_->erase(number);
     regions.reset();
     endpoint->close();
 }

@@ -13,6 +13,7 @@
 #include "transfer/driver.hpp"
 #include "ucx/endpoint.hpp"
 #include "ucx/message.hpp"
+#include "ucx/peer_memory.hpp"
 #include "ucx/regions.hpp"
 
 namespace pynixlkv::ucx {
@@ -45,17 +46,18 @@ class Outbox {
     std::deque<std::unique_ptr<Message>> messages_;
 };
 
-class AmRmaXfers;
+class Lanes;
+class OwnLane;
 
 class UcxConnection final : public transfer::Connection {
   public:
     UcxConnection(std::shared_ptr<Endpoint> to, std::shared_ptr<const RemoteRegions> keys,
-                  std::string peer, std::uint64_t its_token, std::shared_ptr<AmRmaXfers> answers,
-                  std::shared_ptr<Endpoint> spare = {});
+                  std::string peer, std::uint64_t its_token, std::shared_ptr<Unopened> unopened,
+                  std::shared_ptr<Endpoint> spare = {}, std::optional<PeerMemory> its_memory = {});
     ~UcxConnection() override;
 
     /// Send a message as this connection's.
-    void send(AmRmaHeader header, std::string data) {
+    void send(MessageHeader header, std::string data) {
         header.token = token;
         header.connection = number;
         outbox_.send(make_header(header), std::move(data), name);
@@ -75,9 +77,8 @@ class UcxConnection final : public transfer::Connection {
         }
     }
 
-    [[nodiscard]] std::vector<std::string> transports() const override {
-        return endpoint->transports();
-    }
+    /// UCX's, and our own for host memory.
+    [[nodiscard]] std::vector<std::string> transports() const override;
     /// Whether the peer may have to take part in transfers of host memory.
     [[nodiscard]] bool may_be_served() const { return !is_one_sided || regions->has_served; }
     [[nodiscard]] bool is_quiet() { return outbox_.num_waiting() == 0; }
@@ -88,16 +89,23 @@ class UcxConnection final : public transfer::Connection {
     std::shared_ptr<const RemoteRegions> regions;
     /// From the metadata of the peer, which takes no message without it.
     const std::uint64_t token;
-    /// Names this connection to the peer's AmRmaServer, and its answers to this process.
+    /// Names this connection to the peer's Clients and to its lanes.
     const std::uint64_t number;
     const bool is_one_sided;
+    /// If the peer is a process of this host whose memory this one may copy.
+    std::optional<PeerMemory> memory;
+    bool is_local = false;  ///< whether the peer's process is one of this host
+    /// Attempts, one for each way to the peer; only the first to succeed is kept.
+    std::vector<std::shared_ptr<OwnLane>> lanes;
+    /// The one that has succeeded; null while none has.
+    /// @throws ConnectionLost if all have failed
+    [[nodiscard]] std::shared_ptr<OwnLane> lane();
 
   private:
-    /// Send kOpen, once, if the peer has to know this connection: to answer, or to close its own
-    /// end of it.
+    /// Send kOpen, once, if the peer has to know this connection: to close its own end of it.
     void introduce();
 
-    const std::shared_ptr<AmRmaXfers> answers_;
+    const std::shared_ptr<Unopened> unopened_;
     /// Unused; closing it would close the peer's own connection.
     const std::shared_ptr<Endpoint> spare_;
     Outbox outbox_;

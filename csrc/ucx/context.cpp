@@ -1,6 +1,7 @@
 #include "ucx/context.hpp"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
@@ -63,9 +64,8 @@ Context::Context(std::shared_ptr<const Library> library, ConfigMap config)
     library_->check(
         library_->fn().init_version(capi::kApiMajor, capi::kApiMinor, &params, raw, &handle),
         "ucp_init", [this] {
-            const auto tls = config_.find("TLS");
-            const char* used = tls != config_.end() ? tls->second.c_str() : std::getenv("UCX_TLS");
-            return text("starting UCX with UCX_TLS=", used != nullptr ? used : "all");
+            const std::string tls = setting("TLS");
+            return text("starting UCX with UCX_TLS=", tls.empty() ? "all" : tls);
         });
     UniqueHandle context(handle, library_->fn().cleanup);
     capi::ContextAttr attr{};
@@ -76,12 +76,36 @@ Context::Context(std::shared_ptr<const Library> library, ConfigMap config)
     handle_ = context.release();
 }
 
+std::string Context::setting(const std::string& name) const {
+    if (const auto found = config_.find(name); found != config_.end()) {
+        return found->second;
+    }
+    const char* value = std::getenv(("UCX_" + name).c_str());
+    return value != nullptr ? value : "";
+}
+
 Context::~Context() {
     // In a forked child the context still belongs to the parent.
     if (process_.is_here()) {
         const auto inside = devices_.enter();
         library_->fn().cleanup(handle_);
     }
+}
+
+std::string Context::info() const {
+    char* buffer = nullptr;
+    std::size_t size = 0;
+    std::FILE* stream = ::open_memstream(&buffer, &size);
+    if (stream == nullptr) {
+        return {};
+    }
+    {
+        const auto inside = devices_.enter();
+        library_->fn().context_print_info(handle_, stream);
+    }
+    (void)std::fclose(stream);
+    const UniqueHandle owner(static_cast<void*>(buffer), &std::free);
+    return {buffer, size};
 }
 
 std::shared_ptr<MemoryHandle> Context::find_allocated(std::uint64_t address,

@@ -35,10 +35,14 @@ class Context : LiveCounted<Context> {
     [[nodiscard]] const Library& library() const noexcept { return *library_; }
     [[nodiscard]] capi::Context handle() const noexcept { return handle_; }
     [[nodiscard]] const ConfigMap& config() const noexcept { return config_; }
+    /// A setting that was made here or in the environment; empty if there is none.
+    [[nodiscard]] std::string setting(const std::string& name) const;
     /// Whether UCX can move memory of a type here.
     [[nodiscard]] bool moves(capi::MemoryType type) const noexcept {
         return ((memory_types_ >> static_cast<unsigned>(type)) & 1U) != 0;
     }
+    /// What UCX prints of its devices and transports.
+    [[nodiscard]] std::string info() const;
     [[nodiscard]] const ProcessMark& process() const noexcept { return process_; }
     [[nodiscard]] transfer::DeviceContexts& devices() noexcept { return devices_; }
 

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "base/bytes.hpp"
-#include "base/mappings.hpp"
 #include "ucx/address.hpp"
 #include "ucx/connection.hpp"
 
@@ -43,14 +42,26 @@ bool can_map(const RemoteRegions& regions) {
                        [](const auto& entry) { return entry.second.direct != nullptr; });
 }
 
-/// Whether neither a transport nor a mapping reaches all of these rows.
-bool needs_am_rma(const UcxConnection& connection, const transfer::DescriptorPairs& rows) {
+/// Whether these rows can be copied without UCX: through mappings, or by the kernel.
+bool can_copy(const UcxConnection& connection, const transfer::DescriptorPairs& rows) {
+    // UCX 1.23 also names pointers to device memory of a peer.
+    if (rows.local_memory != Memory::kDram || rows.remote_memory != Memory::kDram) {
+        return false;
+    }
+    const RemoteRegion* hint = nullptr;
+    return connection.memory ||
+           std::all_of(rows.remote.begin(), rows.remote.end(), [&](const Descriptor& row) {
+               return connection.regions->find(row, hint).direct != nullptr;
+           });
+}
+
+/// Whether some of these rows of host memory are reached by no transport.
+bool needs_lane(const UcxConnection& connection, const transfer::DescriptorPairs& rows) {
     const RemoteRegion* hint = nullptr;
     return connection.may_be_served() && rows.local_memory == Memory::kDram &&
            rows.remote_memory == Memory::kDram &&
            std::any_of(rows.remote.begin(), rows.remote.end(), [&](const Descriptor& row) {
-               const RemoteRegion& region = connection.regions->find(row, hint);
-               return region.direct == nullptr && (!connection.is_one_sided || !region.key);
+               return !connection.is_one_sided || !connection.regions->find(row, hint).key;
            });
 }
 
@@ -73,22 +84,18 @@ class UcxRegistered final : public transfer::Registered {
     std::vector<Descriptor> rows_;
 };
 
-/// Moves bytes by copies through a mapping, or by UCX's gets and puts.
+/// Moves bytes by UCX's gets and puts.
 class OneSidedXfer final : public UcxXfer {
   public:
     OneSidedXfer(UcxConnection& connection, const LocalRegions& local_regions, Op op,
                  const transfer::DescriptorPairs& rows)
         : UcxXfer(connection, local_regions, op, rows),
-          // UCX 1.23 also names pointers to device memory of a peer.
-          may_copy_(rows.local_memory == Memory::kDram && rows.remote_memory == Memory::kDram),
           device_(rows.local_memory == Memory::kVram ? static_cast<int>(rows.local.front().device)
                                                      : -1) {
-        const auto is_stuck = [this](const Part& part) {
-            return !part.region->key && !is_copied(part);
-        };
         if (!regions_->has_served) {
             return;
         }
+        const auto is_stuck = [](const Part& part) { return !part.region->key; };
         if (const auto stuck = std::find_if(parts_.begin(), parts_.end(), is_stuck);
             stuck != parts_.end()) {
             throw Error("StateError",
@@ -118,13 +125,8 @@ class OneSidedXfer final : public UcxXfer {
     }
 
   private:
-    [[nodiscard]] bool is_copied(const Part& part) const {
-        return may_copy_ && part.region->direct != nullptr;
-    }
-
     /// A failure shows only when nothing moves any more.
     /// @throws NativeError if the posted requests have ended and one has failed
-    /// @throws Error StateError if they have ended and a copy has failed
     bool is_over() const {
         if (!completion_.is_quiet()) {
             return false;
@@ -132,65 +134,46 @@ class OneSidedXfer final : public UcxXfer {
         if (has_failed()) {
             fail(call_of(op_));
         }
-        if (is_unmapped_) {
-            throw Error("StateError", "the local memory is no longer mapped");
-        }
         return true;
     }
 
     void issue() {
         const auto inside = endpoint_->worker()->context()->devices().enter(device_);
-        bool has_copied = false;
-        for (; next_ < parts_.size() && completion_.pending() < kWindow && !has_failed() &&
-               !is_unmapped_;
-             ++next_) {
+        for (; next_ < parts_.size() && completion_.pending() < kWindow && !has_failed(); ++next_) {
             const Part& part = parts_[next_];
-            if (is_copied(part)) {
-                __builtin_prefetch(&part + 1);  // the copy evicts it from the caches
-                // NOLINTNEXTLINE(performance-no-int-to-ptr)
-                auto* local = reinterpret_cast<char*>(part.local);
-                char* remote = part.region->direct + (part.remote - part.region->row.address);
-                const bool is_read = op_ == Op::kRead;
-                if (!copy(is_read ? local : remote, is_read ? remote : local, part.length,
-                          part.is_fragile)) {
-                    is_unmapped_ = true;
-                    break;
-                }
-                has_copied = true;
-            } else {
-                endpoint_->move(completion_, op_, part.local, part.length, part.memory, part.remote,
-                                *part.region->key);
-            }
-        }
-        if (has_copied) {
-            // Order the copied bytes before any notification of them.
-            std::atomic_thread_fence(std::memory_order_seq_cst);
-            // The mapping outlives the peer: progress reports a lost connection.
-            endpoint_->worker()->progress();
+            endpoint_->move(completion_, op_, part.local, part.length, part.memory, part.remote,
+                            *part.region->key);
         }
     }
 
-    const bool may_copy_;
     const int device_;  ///< of the first local row; -1 in host memory
     bool is_flushed_ = false;
-    bool is_unmapped_ = false;  ///< the local memory of part next_
 };
 
 }  // namespace
 
-UcxDriver::UcxDriver(std::shared_ptr<Context> context, std::string name, capi::ErrorMode errors)
+UcxDriver::UcxDriver(std::shared_ptr<Context> context, std::string name, capi::ErrorMode errors,
+                     std::size_t copy_threads)
     : context_(std::move(context)),
       name_(std::move(name)),
       errors_(errors),
+      threads_(std::make_shared<CopyThreads>(copy_threads)),
       regions_(std::make_shared<LocalRegions>()),
       worker_(std::make_shared<Worker>(context_)),
-      server_(worker_, errors_, regions_) {
+      clients_(worker_, errors_),
+      lanes_(worker_->address(), PortRange::read(context_->setting("TCP_PORT_RANGE")),
+             worker_->event_fd(), token_, regions_) {
     if (name_.size() > kMaxName) {
         throw Error("ConfigError", text("the agent's name has ", name_.size(),
                                         " bytes, more than UCX agents take: ", kMaxName));
     }
     worker_->on_message(
         [this](std::string_view header, std::string_view data) { on_message(header, data); });
+}
+
+UcxDriver::~UcxDriver() {
+    clients_.close();
+    std::atomic_ref(token_).store(0);  // peers of this host no longer copy
 }
 
 /// Called by UCX, through which no exception may pass.
@@ -200,12 +183,11 @@ void UcxDriver::on_message(std::string_view header, std::string_view data) {
         return;
     }
     try {
-        if (read->kind == AmRmaKind::kOpened || read->kind == AmRmaKind::kData ||
-            read->kind == AmRmaKind::kEnd) {
-            xfers_->on_message(*read, data);
-        } else if (read->token != token_ || read->kind == AmRmaKind::kPing) {
+        if (read->kind == MessageKind::kOpened) {
+            unopened_->erase(read->connection);
+        } else if (read->token != token_ || read->kind == MessageKind::kPing) {
             // A stranger's, or nothing to do.
-        } else if (read->kind == AmRmaKind::kNote) {
+        } else if (read->kind == MessageKind::kNote) {
             ByteReader in(data, "a notification");
             const std::string_view peer = in.get_bytes();
             if (peer.size() > kMaxName) {
@@ -214,7 +196,7 @@ void UcxDriver::on_message(std::string_view header, std::string_view data) {
             }
             inbox_.push_back({std::string(peer), std::string(in.rest())});
         } else {
-            server_.on_message(*read, data);
+            clients_.on_message(*read, data);
         }
     } catch (const std::exception& e) {
         receive_error_ = Error("StateError", text("a peer's message was dropped: ", e.what()));
@@ -260,7 +242,7 @@ std::unique_ptr<transfer::Registered> UcxDriver::register_memory(
 }
 
 std::string UcxDriver::metadata() {
-    return describe(errors_, token_, worker_->address(), *regions_);
+    return describe(errors_, token_, worker_->address(), lanes_.places(), *regions_);
 }
 
 std::unique_ptr<transfer::Connection> UcxDriver::connect(const std::string& name,
@@ -293,22 +275,38 @@ std::unique_ptr<transfer::Connection> UcxDriver::connect(const std::string& name
             regions = std::move(mapped);
         }
     }
-    auto connection = std::make_unique<UcxConnection>(std::move(endpoint), std::move(regions), name,
-                                                      description.token, xfers_, std::move(spare));
+    std::optional<PeerMemory> memory;
+    if (process && share_cma(address, own)) {
+        memory = PeerMemory::open(*process, {description.token_address, description.token});
+    }
+    auto connection =
+        std::make_unique<UcxConnection>(std::move(endpoint), std::move(regions), name,
+                                        description.token, unopened_, std::move(spare), memory);
+    connect_lanes(*connection, description, process.has_value());
     // Connects now instead of with the first transfer; from then on the loss of the peer shows.
-    connection->send({.kind = AmRmaKind::kPing}, {});
+    connection->send({.kind = MessageKind::kPing}, {});
     return connection;
+}
+
+void UcxDriver::connect_lanes(UcxConnection& peer, const Description& description, bool is_local) {
+    peer.is_local = is_local;
+    if (peer.may_be_served() && !peer.memory && peer.lanes.empty()) {
+        peer.lanes = lanes_.connect(
+            description.lanes, {.token = description.token, .connection = peer.number}, is_local);
+    }
 }
 
 void UcxDriver::refresh(transfer::Connection& connection, std::string_view metadata) {
     auto& peer = static_cast<UcxConnection&>(connection);
-    peer.refresh(unpack_regions(peer.endpoint, read_description(metadata)));
+    const Description description = read_description(metadata);
+    peer.refresh(unpack_regions(peer.endpoint, description));
+    connect_lanes(peer, description, peer.is_local);
 }
 
 bool UcxDriver::is_alive(transfer::Connection& connection) {
     auto& peer = static_cast<UcxConnection&>(connection);
     try {
-        peer.send({.kind = AmRmaKind::kPing}, {});
+        peer.send({.kind = MessageKind::kPing}, {});
     } catch (const NativeError&) {
         return false;
     }
@@ -322,8 +320,11 @@ std::unique_ptr<transfer::NativeXfer> UcxDriver::make(transfer::Connection& conn
                                                       transfer::Op op,
                                                       const transfer::DescriptorPairs& rows) {
     auto& peer = static_cast<UcxConnection&>(connection);
-    if (needs_am_rma(peer, rows)) {
-        return std::make_unique<AmRmaXfer>(xfers_, peer, *regions_, op, rows);
+    if (can_copy(peer, rows)) {
+        return std::make_unique<CopyXfer>(peer, *regions_, op, rows, threads_);
+    }
+    if (needs_lane(peer, rows)) {
+        return std::make_unique<LaneXfer>(peer, *regions_, op, rows);
     }
     return std::make_unique<OneSidedXfer>(peer, *regions_, op, rows);
 }
@@ -332,7 +333,7 @@ void UcxDriver::notify(transfer::Connection& connection, const std::string& mess
     ByteWriter out;
     out.put_bytes(name_);
     out.put_raw(message);
-    static_cast<UcxConnection&>(connection).send({.kind = AmRmaKind::kNote}, out.take());
+    static_cast<UcxConnection&>(connection).send({.kind = MessageKind::kNote}, out.take());
 }
 
 bool UcxDriver::receive(std::vector<transfer::Notification>& into) {
@@ -343,11 +344,12 @@ bool UcxDriver::receive(std::vector<transfer::Notification>& into) {
     into.insert(into.end(), std::make_move_iterator(inbox_.begin()),
                 std::make_move_iterator(inbox_.end()));
     inbox_.clear();
-    const bool has_served = server_.serve();
+    const bool has_served = clients_.serve();
+    const bool has_moved = lanes_.progress();
     if (const auto error = std::exchange(receive_error_, std::nullopt)) {
         throw Error(*error);
     }
-    return rounds > 0 || has_served;
+    return rounds > 0 || has_served || has_moved;
 }
 
 }  // namespace pynixlkv::ucx

@@ -6,20 +6,22 @@
 #include <vector>
 
 #include "transfer/driver.hpp"
-#include "ucx/am_rma.hpp"
+#include "ucx/clients.hpp"
+#include "ucx/copies.hpp"
 #include "ucx/endpoint.hpp"
+#include "ucx/lane.hpp"
 #include "ucx/regions.hpp"
 
 namespace pynixlkv::ucx {
 
-/// Drives one worker. On the same host, memory that the peer's UCX allocated is copied through a
-/// mapping of it. Everything else uses UCX's gets and puts; where no transport has them, host
-/// memory moves by AM-RMA.
+/// Drives one worker. Host memory of a peer on this host is copied: through a mapping if the peer's
+/// UCX allocated it, else by the kernel where that is allowed. Everything else uses UCX's gets and
+/// puts; where no transport has them, host memory moves through lanes.
 class UcxDriver final : public transfer::Driver {
   public:
     UcxDriver(std::shared_ptr<Context> context, std::string name,
-              capi::ErrorMode errors = capi::kErrorPeer);
-    ~UcxDriver() override { server_.close(); }
+              capi::ErrorMode errors = capi::kErrorPeer, std::size_t copy_threads = 1);
+    ~UcxDriver() override;
 
     void expect_device_memory() override;
     std::unique_ptr<transfer::Registered> register_memory(
@@ -35,19 +37,22 @@ class UcxDriver final : public transfer::Driver {
                                                const transfer::DescriptorPairs& rows) override;
     void notify(transfer::Connection& connection, const std::string& message) override;
     bool receive(std::vector<transfer::Notification>& into) override;
-    int event_fd() override { return worker_->event_fd(); }
+    int event_fd() override { return lanes_.event_fd(); }
     bool arm() override;
 
   private:
     void stay_on_device();
+    void connect_lanes(UcxConnection& peer, const Description& description, bool is_local);
     void on_message(std::string_view header, std::string_view data);
 
     const std::shared_ptr<Context> context_;
     const std::string name_;
     const capi::ErrorMode errors_;
-    const std::uint64_t token_ = new_secret();
+    const std::shared_ptr<CopyThreads> threads_;
+    /// In the metadata, with its place: peers of this host look at it there.
+    std::uint64_t token_ = new_secret();
     const std::shared_ptr<LocalRegions> regions_;
-    const std::shared_ptr<AmRmaXfers> xfers_ = std::make_shared<AmRmaXfers>();
+    const std::shared_ptr<Unopened> unopened_ = std::make_shared<Unopened>();
     /// From the first device memory on, until the worker, which is declared later, has gone.
     struct OnDevice {
         explicit OnDevice(transfer::DeviceContexts& all) : contexts(all) {}
@@ -63,7 +68,8 @@ class UcxDriver final : public transfer::Driver {
     std::optional<Error> receive_error_;
     // After the members that its callbacks write to, so that it is destroyed first.
     const std::shared_ptr<Worker> worker_;
-    AmRmaServer server_;
+    Clients clients_;
+    Lanes lanes_;
 };
 
 }  // namespace pynixlkv::ucx

@@ -5,37 +5,34 @@
 #include <cstdint>
 #include <optional>
 #include <string_view>
+#include <unordered_set>
 
 namespace pynixlkv::ucx {
 
-enum class AmRmaKind : std::uint8_t {
-    kOpen,    ///< to the owner: where to send answers; data: a worker's address
-    kClose,   ///< to the owner: the connection ends
-    kRead,    ///< to the owner; data: address and length of each row
-    kWrite,   ///< to the owner; data: a piece
-    kOpened,  ///< from the owner: it has a connection too
-    kData,    ///< from the owner; data: a piece of a row
-    kEnd,     ///< from the owner: a write is complete; with data, why it or a read is refused
+enum class MessageKind : std::uint8_t {
+    kOpen,    ///< the sender has a connection; data: its worker's address
+    kClose,   ///< that connection ends
+    kOpened,  ///< the receiver of a kOpen has one too
     kNote,    ///< a notification; data: the sender's name and the message
     kPing,    ///< tests whether a connection stands; the receiver drops it
 };
 
 /// The header of all messages. Byte orders are equal: `connect` refuses other peers.
-struct AmRmaHeader {
-    AmRmaKind kind;
-    std::uint8_t unused[3] = {};
-    std::uint32_t row = 0;         ///< of kData: index in the rows of the read
-    std::uint64_t token = 0;       ///< not of answers: from the receiver's metadata
+struct MessageHeader {
+    MessageKind kind;
+    std::uint8_t unused[7] = {};
+    std::uint64_t token = 0;       ///< not of kOpened: from the receiver's metadata
     std::uint64_t connection = 0;  ///< a secret of the two ends of one connection
-    std::uint64_t xfer = 0;
-    std::uint64_t place = 0;  ///< of kData: offset in the row; of kWrite: address
-    std::uint64_t total = 0;  ///< of kWrite: bytes of the whole transfer
 };
 
 /// The bytes of a header, valid as long as it.
-[[nodiscard]] std::string_view make_header(const AmRmaHeader& header);
+[[nodiscard]] std::string_view make_header(const MessageHeader& header);
 /// @return nothing if it is the header of another message
-[[nodiscard]] std::optional<AmRmaHeader> read_header(std::string_view bytes);
+[[nodiscard]] std::optional<MessageHeader> read_header(std::string_view bytes);
+
+/// Connections whose kOpen has not been answered. One that closes earlier leaves its sockets to UCX
+/// for ever.
+using Unopened = std::unordered_set<std::uint64_t>;
 
 /// A random number that cannot be guessed; never 0.
 [[nodiscard]] std::uint64_t new_secret();

@@ -11,12 +11,13 @@ namespace pynixlkv::ucx {
 
 namespace {
 
-constexpr std::string_view kMagic = "pnkvucx3";
+constexpr std::string_view kMagic = "pnkvucx4";
 // Sizes seen are 60 to 300 bytes; a device adds some tens.
 constexpr std::size_t kMaxAddressBytes = 1U << 16U;
 constexpr std::size_t kMaxKeyBytes = 1U << 12U;
 constexpr std::size_t kRegionBytes = 3 * sizeof(std::uint64_t) + sizeof(std::uint32_t);
 constexpr std::size_t kMaxHostBytes = 64;
+constexpr std::size_t kMaxLaneBytes = 1024;
 
 /// Linux's id of this boot of this machine; empty if there is none.
 const std::string& this_host() {
@@ -31,8 +32,23 @@ const std::string& this_host() {
 
 }  // namespace
 
-std::string describe(capi::ErrorMode errors, std::uint64_t token, const std::string& address,
-                     const LocalRegions& regions) {
+std::string refusal_of(const LocalRegions& regions, const Descriptor& row, transfer::Op op,
+                       const LocalRegion*& region) {
+    try {
+        if (regions.find(row, region).memory_type != transfer::Memory::kDram) {
+            return text(row.str(), " is not host memory");
+        }
+    } catch (const Error& e) {
+        return e.what();
+    }
+    if (op == transfer::Op::kWrite && region->is_read_only) {
+        return text(row.str(), " is read-only");
+    }
+    return "";
+}
+
+std::string describe(capi::ErrorMode errors, const std::uint64_t& token, const std::string& address,
+                     std::string_view lanes, const LocalRegions& regions) {
     ByteWriter out;
     out.put_raw(kMagic);
     out.put(static_cast<std::uint8_t>(errors));
@@ -42,6 +58,8 @@ std::string describe(capi::ErrorMode errors, std::uint64_t token, const std::str
         std::any_of(regions.all().begin(), regions.all().end(),
                     [](const auto& entry) { return entry.second.memory->is_allocated(); });
     out.put_bytes(can_be_mapped ? this_host() : "");
+    out.put(reinterpret_cast<std::uint64_t>(&token));
+    out.put_bytes(lanes);
     out.put(static_cast<std::uint32_t>(regions.all().size()));
     for (const auto& [key, region] : regions.all()) {
         out.put(region.row.address);
@@ -75,6 +93,12 @@ Description read_description(std::string_view bytes) {
     if (description.host.size() > kMaxHostBytes) {
         throw Error("WireError", text("the name of the peer's host has ", description.host.size(),
                                       " bytes; expected up to ", kMaxHostBytes));
+    }
+    description.token_address = in.get<std::uint64_t>();
+    description.lanes = in.get_bytes();
+    if (description.lanes.size() > kMaxLaneBytes) {
+        throw Error("WireError", text("the lanes of the peer have ", description.lanes.size(),
+                                      " bytes; expected up to ", kMaxLaneBytes));
     }
     const auto count = in.get<std::uint32_t>();
     if (count > bytes.size() / kRegionBytes) {

@@ -61,6 +61,11 @@ struct RemoteRegion {
 };
 
 using LocalRegions = RegionMap<LocalRegion>;
+/// Why a peer that asks may not move a row; empty if it may.
+/// @param region a hint; then, the region of the row
+[[nodiscard]] std::string refusal_of(const LocalRegions& regions, const Descriptor& row,
+                                     transfer::Op op, const LocalRegion*& region);
+
 struct RemoteRegions : RegionMap<RemoteRegion> {
     bool has_served = false;  ///< whether a region has no key
 };
@@ -75,13 +80,16 @@ struct Description {
     };
     capi::ErrorMode errors = capi::kErrorPeer;
     std::uint64_t token = 0;
+    std::uint64_t token_address = 0;  ///< in the memory of the process
     std::string_view address;
     std::string_view host;
+    std::string_view lanes;  ///< Lanes::places()
     std::vector<Region> regions;
 };
 
-[[nodiscard]] std::string describe(capi::ErrorMode errors, std::uint64_t token,
-                                   const std::string& address, const LocalRegions& regions);
+[[nodiscard]] std::string describe(capi::ErrorMode errors, const std::uint64_t& token,
+                                   const std::string& address, std::string_view lanes,
+                                   const LocalRegions& regions);
 
 /// @return views into the bytes
 /// @throws Error WireError for bytes that `describe` does not write

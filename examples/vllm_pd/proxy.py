@@ -5,6 +5,10 @@ Each prompt goes to the prefill server first, cut down to one token; what that s
 streamed back as it comes. Nothing is computed for a client that has hung up, or while no decode
 server answers. A request with several prompts becomes one request for each of them,
 because a hand-off holds the KV of one prompt.
+
+Requests with the same ``X-Conversation-Id`` are turns of a conversation. What decode answers in
+``kv_transfer_params`` is sent to prefill with the next turn, so that prefill fetches from decode
+what decode has computed. vLLM gives it with answers in one piece only, not with streamed ones.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import contextlib
 import itertools
 import json
 import uuid
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, web
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 CONNECT_S = 5.0
 MOST_PROMPTS = 1024
+MOST_CONVERSATIONS = 10000
 ROUTES = ("/v1/completions", "/v1/chat/completions")
 
 
@@ -41,6 +47,7 @@ class Proxy:
         self._num_decode = len(decode)
         self._timeout = ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         self._session: ClientSession
+        self._turns: OrderedDict[str, dict[str, Any]] = OrderedDict()  # the oldest first
 
     async def run_session(self, _: web.Application) -> Any:
         """Keep one HTTP session for as long as the application runs."""
@@ -57,6 +64,9 @@ class Proxy:
             if len(parts) > 1:
                 return await self._answer_all(request, parts)
             async with self._ask(request, parts[0]) as answer:
+                conversation = request.headers.get("X-Conversation-Id")
+                if conversation is not None and not parts[0].get("stream"):
+                    return await self._end_turn(conversation, answer)
                 return await _pass_on(request, answer)
         except Unavailable as error:
             return _refuse(503, str(error))
@@ -97,7 +107,8 @@ class Proxy:
 
         decode = await self._find_decode()
         url = next(self._prefill) + request.path
-        async with self._session.post(url, json=_first(body), headers=headers) as answer:
+        turn = self._turns.pop(request.headers.get("X-Conversation-Id", ""), {})
+        async with self._session.post(url, json=_first(body, turn), headers=headers) as answer:
             if answer.status != 200:
                 yield answer
                 return
@@ -108,6 +119,18 @@ class Proxy:
         second = {**body, "kv_transfer_params": params} if params else body
         async with self._session.post(url, json=second, headers=headers) as answer:
             yield answer
+
+    async def _end_turn(self, conversation: str, answer: ClientResponse) -> web.Response:
+        """Pass an answer on, and keep its hand-off for the next turn."""
+        if answer.content_type != "application/json":
+            return web.Response(status=answer.status, body=await answer.read())
+        body = await answer.json()
+        params = body.pop("kv_transfer_params", None)
+        if params:
+            self._turns[conversation] = params
+            while len(self._turns) > MOST_CONVERSATIONS:
+                self._turns.popitem(last=False)
+        return web.json_response(body, status=answer.status)
 
     async def _find_decode(self) -> str:
         """Return the next decode server that answers."""
@@ -149,14 +172,14 @@ def _split(body: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**body, "prompt_embeds": None, "prompt": None, key: each} for key, each in prompts]
 
 
-def _first(body: dict[str, Any]) -> dict[str, Any]:
+def _first(body: dict[str, Any], turn: dict[str, Any]) -> dict[str, Any]:
     """Return what prefill is asked: one token of one sample, whose KV all samples read."""
     first = {**body, "stream": False, "max_tokens": 1, "n": 1}
     for name in ("stream_options", "min_tokens", "best_of"):
         first.pop(name, None)
     if "max_completion_tokens" in first:
         first["max_completion_tokens"] = 1
-    first["kv_transfer_params"] = {**PREFILL, "num_readers": body.get("n") or 1}
+    first["kv_transfer_params"] = {**PREFILL, **turn, "num_readers": body.get("n") or 1}
     return first
 
 

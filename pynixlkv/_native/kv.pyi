@@ -13,6 +13,9 @@ class BlockTables:
     def descriptors(
         self,
     ) -> tuple[numpy.typing.NDArray[numpy.uint64], numpy.typing.NDArray[numpy.uint64]]: ...
+    def descriptors_into(
+        self, local: numpy.typing.NDArray[numpy.uint64], remote: numpy.typing.NDArray[numpy.uint64]
+    ) -> int: ...
     def totals(self) -> tuple[int, int]: ...
 
 class Geometry:

@@ -16,8 +16,8 @@ __all__: list[str] = [
     "Peer",
     "Registration",
     "Transfer",
+    "device_memory_kind",
     "fake_agent",
-    "is_shareable",
     "nixl_agent",
     "ucx_agent",
 ]
@@ -140,8 +140,10 @@ class Transfer:
     @property
     def state(self) -> int: ...
 
+def device_memory_kind(
+    address: typing.SupportsInt | typing.SupportsIndex,
+) -> tuple[str, str, bool, bool] | None: ...
 def fake_agent(name: str, incarnation: bytes, network: FakeNetwork) -> Agent: ...
-def is_shareable(address: typing.SupportsInt | typing.SupportsIndex) -> bool: ...
 def nixl_agent(
     name: str,
     incarnation: bytes,
@@ -151,5 +153,9 @@ def nixl_agent(
     progress_delay_us: typing.SupportsInt | typing.SupportsIndex,
 ) -> Agent: ...
 def ucx_agent(
-    name: str, incarnation: bytes, context: pynixlkv._native.ucx.Context, error_handling: bool
+    name: str,
+    incarnation: bytes,
+    context: pynixlkv._native.ucx.Context,
+    error_handling: bool,
+    copy_threads: typing.SupportsInt | typing.SupportsIndex,
 ) -> Agent: ...

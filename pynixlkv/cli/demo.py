@@ -134,6 +134,7 @@ def _conduct(
         group.gather(f"notifications of {operation}", targets)
         done = [moved[0] for moved in all_moved]
         checks.append(group.call(f"compare after {operation}", everyone, "check", done))
+    own_transports = group.call("name the transports", everyone, "own_transports")
     outputs = group.join()
 
     options, pool_blocks = specs[0].options, specs[0].num_blocks
@@ -154,7 +155,8 @@ def _conduct(
                 operation,
                 blocks,
                 list(moved.values()),
-                _used_transports(operation, [outputs[name] for name in moved]),
+                ", ".join(sorted(set().union(*(own_transports[name] for name in moved))))
+                or _used_transports(operation, [outputs[name] for name in moved]),
             )
             for operation, moved in all_moved
         ],

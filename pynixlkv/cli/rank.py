@@ -174,6 +174,10 @@ class DemoRank:
             "elapsed_s": elapsed_s,
         }
 
+    def own_transports(self) -> set[str]:
+        """Return the ways to the peers that are the agent's own, which UCX does not report."""
+        return {t for peer, _ in self._peers for t in peer.transports} & {"process_vm", "lane"}
+
     def await_notifications(self) -> None:
         """Take notifications until each peer's has come; any other is an error."""
         spec = self._spec

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from pynixlkv.errors import DuplicatePeerError, PeerLostError, PlanError
 from pynixlkv.plan import physical_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from concurrent.futures import Future
 
     from numpy.typing import ArrayLike
@@ -39,8 +40,6 @@ class WorkerContext:
     """What transfers read and write: the KV cache, or the host cache it is staged in."""
     lease_buffer: KVCache
     """Where lease words are read to."""
-    block_table_index: Mapping[str, int]
-    """Which of the engine's block tables each group of the cache uses; the same in all engines."""
     hello: bytes
     staging: HostStaging | None
     config: ConnectorConfig
@@ -57,6 +56,19 @@ class WorkerContext:
         """The geometry of `kv`."""
         return self.kv.geometry
 
+    @cached_property
+    def state_tables(self) -> frozenset[int]:
+        """Numbers of the block tables that are not by position."""
+        return frozenset(int(g.table) for g in self.cache.groups if not g.block_size)
+
+    def check_state(self, wanted: int, held: int) -> None:
+        """Raise unless state that a producer has after some tokens is what a consumer wants."""
+        if self.state_tables and wanted != held:
+            raise PlanError(
+                f"the producer has state after {held} tokens, wanted is that after {wanted}; state "
+                "of other tokens cannot be used"
+            )
+
     def introduce(self, peer: Peer) -> None:
         """Tell a producer's rank how it reaches this worker."""
         self.agent.notify(peer, messages.encode(messages.ConsumerHello(self.identity, self.hello)))
@@ -70,6 +82,8 @@ class WorkerContext:
     ) -> tuple[dict[str, ArrayLike], dict[str, int]]:
         """Return the block table and the start of each group, in the blocks of its geometry.
 
+        A group's `table` is the number of an engine's block table.
+
         An engine has one block table for each of its groups of layers, and counts in its own
         blocks of `block_sizes` tokens (empty: the geometry's). The groups of a geometry may be
         finer (layers of other shapes that share a table), and their blocks smaller (kernels that
@@ -78,13 +92,14 @@ class WorkerContext:
         tables: dict[str, ArrayLike] = {}
         begins: dict[str, int] = {}
         for group in geometry.groups:
-            index = self.block_table_index[group.name]
-            if not index < len(blocks) == len(starts):
+            index = int(group.table) if group.table.isdecimal() else -1
+            if not 0 <= index < len(blocks) == len(starts):
                 raise PlanError(
-                    f"group {group.name!r} uses block table {index}; there are {len(blocks)} "
-                    f"tables and {len(starts)} starts"
+                    f"group {group.name!r} uses block table {group.table!r}; there are "
+                    f"{len(blocks)} tables and {len(starts)} starts"
                 )
-            tables[group.name], begins[group.name] = blocks[index], starts[index]
+            tables[group.name] = blocks[index]
+            begins[group.name] = starts[index] if group.block_size else 0
             size = block_sizes[index] if block_sizes else 0
             if size and group.block_size and size != group.block_tokens:
                 if size % group.block_tokens:

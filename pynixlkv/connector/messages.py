@@ -14,9 +14,9 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from pynixlkv import wire
 from pynixlkv.connector.metadata import BlockLists, Lease, Number, NumReaders, ParallelSizes
 from pynixlkv.digest import DigestScope
-from pynixlkv.errors import WireError
 from pynixlkv.types import Rank
 
 _Id = Annotated[str, msgspec.Meta(max_length=512)]
@@ -175,7 +175,4 @@ def encode(message: Message) -> bytes:
 
 def decode(data: bytes) -> Message:
     """Read what `encode` wrote; raise `WireError` for all other bytes, which any peer may send."""
-    try:
-        return _decoder.decode(data)
-    except msgspec.MsgspecError as error:
-        raise WireError(f"not a connector message: {len(data)} bytes: {error}") from error
+    return wire.decode(_decoder, data, "connector message")

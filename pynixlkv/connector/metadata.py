@@ -27,7 +27,8 @@ TransferMode = Literal["pull", "push"]
 Checksums = Literal["off", "sampled", "all"]
 """How much of a request's KV the consumer compares with the producer's digests."""
 
-_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+_MAX_TEXT = 512
+_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=_MAX_TEXT)]
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 _MAX_RANKS = 4096
 _Size = Annotated[int, msgspec.Meta(ge=1, le=_MAX_RANKS)]
@@ -95,6 +96,9 @@ class ParallelSizes(msgspec.Struct, frozen=True):
             )
 
 
+_MAY_BE_0 = ("conversation_blocks", "recompute_threshold")
+
+
 @dataclass(frozen=True)
 class ConnectorConfig:
     """Options of `ConnectorScheduler` and `ConnectorWorker`; all times in seconds."""
@@ -115,6 +119,14 @@ class ConnectorConfig:
     """Producers that are idle for this long are forgotten."""
     max_leases: int = 16384
     """Most requests that a producer holds at once."""
+    conversation_blocks: int = 0
+    """Most blocks of finished turns that a consumer holds for the next turns of conversations; the
+    oldest turns make room for new ones. 0: none are held."""
+    conversation_seconds: float = 480.0
+    """Longest time that a finished turn is held for the next one."""
+    recompute_threshold: int = 64
+    """A producer computes fewer tokens than this itself instead of fetching them from a consumer's
+    finished turn."""
     partial_blocks: bool = True
     """Hand over a last block that is not full. Otherwise prompts are cut to whole blocks, and one
     that is shorter than a block is not handed over."""
@@ -146,7 +158,9 @@ class ConnectorConfig:
             )
         for each in fields(self):
             value = getattr(self, each.name)
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
+                continue
+            if not (value > 0 or (value == 0 and each.name in _MAY_BE_0)):
                 raise ConfigError(f"{each.name} is {value}; expected a number above 0")
         if self.heartbeat_period(self.lease_duration) >= self.lease_duration:
             raise ConfigError(
@@ -163,13 +177,15 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """The ``kv_transfer_params`` of a request.
 
     A proxy sends ``do_remote_decode=True`` to the producer, and passes the producer's answer, which
-    has everything else, on to the consumer unchanged. Unknown fields are ignored.
+    has everything else, on to the consumer unchanged. A consumer that keeps conversations answers
+    with ``do_remote_decode=True`` and a hand-off of its own, to be sent with the prompt of the next
+    turn: its producer fetches what it describes. Unknown fields are ignored.
     """
 
     do_remote_decode: bool = False
     """Hold the blocks for a consumer."""
     do_remote_prefill: bool = False
-    """Fetch the blocks from the producer described here."""
+    """Fetch the blocks from the producer described here; fail if that fails."""
     remote_engine_id: _Text | None = None
     remote_request_id: _Text | None = None
     """The producer's id of the request."""
@@ -217,23 +233,24 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
             made = msgspec.convert(given, cls)
         except msgspec.ValidationError as error:
             raise ConfigError(f"kv_transfer_params: {error}") from error
+        for name, value in given.items():
+            if isinstance(value, str) and not _is_text(value):
+                raise ConfigError(
+                    f"kv_transfer_params: {name} is {value[:40]!r}; expected at most {_MAX_TEXT} "
+                    "bytes of UTF-8"
+                )
         made._check()
         return made
 
     def _check(self) -> None:
         self.parallel  # noqa: B018 - its constructor checks the product
-        if not self.do_remote_prefill:
+        if not self.is_fetched:
             return
-        if self.do_remote_decode:
-            raise ConfigError(
-                "kv_transfer_params: do_remote_prefill and do_remote_decode are both set; a "
-                "request is either fetched here or kept for others"
-            )
         needed = _NEEDED if self.transfer_mode == "push" else _NEEDED + _NEEDED_TO_PULL
         missing = [name for name in needed if getattr(self, name) is None]
         if missing:
             raise ConfigError(
-                f"kv_transfer_params: do_remote_prefill is set, but {', '.join(missing)} "
+                f"kv_transfer_params: a hand-off is to be fetched, but {', '.join(missing)} "
                 f"{'is' if len(missing) == 1 else 'are'} missing; pass on what the producer "
                 "answered, unchanged"
             )
@@ -246,6 +263,16 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
                     f"kv_transfer_params: {name} has {len(given)} entries, remote_block_ids "
                     f"{len(self.blocks)}; expected one for each table"
                 )
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether there are blocks to fetch."""
+        return self.do_remote_prefill or self.is_next_turn
+
+    @property
+    def is_next_turn(self) -> bool:
+        """Whether the blocks to fetch are of the turn before, and could be computed here."""
+        return self.do_remote_decode and self.remote_engine_id is not None
 
     @property
     def blocks(self) -> BlockLists:
@@ -277,6 +304,13 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
         return data
 
 
+def _is_text(value: str) -> bool:
+    try:
+        return len(value.encode()) <= _MAX_TEXT
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can carry
+        return False
+
+
 _NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 _NEEDED_TO_PULL = ("remote_block_ids", "remote_num_tokens", "lease", "lease_duration")
 
@@ -290,9 +324,9 @@ class RequestInfo:
     num_prompt_tokens: int
     params: KVTransferParams = field(default_factory=KVTransferParams)
     content: Callable[[int], str] | None = None
-    """Returns a digest of all that decides the KV of the first n tokens of the prompt (tokens,
-    adapters, images), equal on both sides. A consumer that has one refuses a hand-off of other
-    content, or of none; without one nothing is checked."""
+    """Returns a digest of all that decides the KV of the first n tokens of prompt and answer
+    (tokens, adapters, images), equal on both sides. A consumer that has one refuses a hand-off of
+    other content, or of none; without one nothing is checked."""
 
 
 @dataclass(frozen=True)
@@ -311,6 +345,8 @@ class ReqMeta:
     """The lease to hold, for a request that is sent."""
     num_readers: int = 1
     """Of the lease; may grow when the request is sent again."""
+    keep_seconds: float | None = None
+    """Of a finished turn that is held for the next one: how long the lease waits for a reader."""
     host_blocks: BlockLists | None = None
     """Block tables in the host cache, where device memory is staged."""
     block_sizes: tuple[int, ...] = ()

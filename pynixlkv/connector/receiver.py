@@ -384,11 +384,11 @@ class Receiver:
                 producer.peer,
                 plan,
                 {name: local[name] for name in wanted},
-                {name: theirs[name] for name in wanted},
+                {name: theirs[name] for _, name in plan.pairs},
                 timeout=max(request.deadline - now, _POLL_S),
                 num_tokens=dict.fromkeys(wanted, meta.num_tokens),
                 local_start={name: local_starts[name] for name in wanted},
-                remote_start={name: their_starts[name] for name in wanted},
+                remote_start={name: their_starts[name] for _, name in plan.pairs},
             )
             source.running.append(transfer)
             request.transfers.append(transfer)
@@ -416,10 +416,12 @@ class Receiver:
                 f"request {request.id!r}: the producer has {len(remote.blocks)} block tables, this "
                 f"side {len(meta.blocks)}"
             )
+        self._ctx.check_state(meta.num_tokens, remote.remote_num_tokens or 0)
+        state = self._ctx.state_tables
         late = [
             f"table {index} from {there} on, wanted from {here}"
             for index, (here, there) in enumerate(zip(meta.starts, remote.starts, strict=True))
-            if there > here
+            if there > here and index not in state
         ]
         if late or meta.num_tokens > (remote.remote_num_tokens or 0):
             raise PlanError(

@@ -6,6 +6,7 @@ the workers through one `ConnectorMetadata` per step, and hears from them throug
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from pynixlkv.connector.metadata import (
     ReqMeta,
     RequestInfo,
 )
-from pynixlkv.errors import ConfigError, ContentMismatch, PoolExhausted
+from pynixlkv.errors import ConfigError, ContentMismatch, PoolExhausted, PynixlkvError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -30,19 +31,42 @@ if TYPE_CHECKING:
     from pynixlkv.connector.metadata import BlockLists, Lease
     from pynixlkv.connector.staging import HostBlockPool
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """How to read the block tables of one group of layers."""
+    """How to read the block tables of one group of layers.
+
+    A rule for each kind of table:
+
+    * one block per block of tokens: ``GroupSpec(16)``; with a window, ``GroupSpec(16, window=1024)``;
+    * one slot per block of tokens, of which the one at the last position has the state:
+      ``GroupSpec(16, window=1)``;
+    * one slot (or ring) per request: ``GroupSpec(0)``; ``slots=1`` if scratch slots follow it.
+    """
 
     block_size: int
     """Tokens per block of a table (of all ranks together, under context parallelism); 0 for state,
     whose tables are not by position."""
     window: int | None = None
     """Number of last tokens that attention reaches; earlier blocks are neither held nor fetched."""
+    chunk: int | None = None
+    """Tokens per chunk, if attention stays inside a chunk: blocks before the last one are not
+    needed."""
+    state_tokens: int | None = None
+    """For state whose tables are by position nevertheless: tokens per block. Each block has the
+    state after the last of its tokens, so the last block is all that is needed."""
     null_block: int | None = None
     """The block number that stands for "none": at the front of a table, or anywhere in one of
     state, whose other entries are those that carry it."""
+    slots: int | None = None
+    """Of state: how many entries, the first that are not null, carry it; by default all."""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a request's blocks need not hold all of its tokens."""
+        return self.window is not None or self.chunk is not None
 
 
 @dataclass
@@ -83,6 +107,9 @@ class ConnectorScheduler:
         Options.
     host_pool : HostBlockPool, optional
         Host blocks for staging, where device memory cannot be registered.
+    withheld_tokens : int
+        Last tokens of a prompt that producers leave to their consumers, because state and windows
+        cannot go back to an earlier token.
     """
 
     def __init__(
@@ -94,6 +121,7 @@ class ConnectorScheduler:
         parallel: ParallelSizes | None = None,
         config: ConnectorConfig | None = None,
         host_pool: HostBlockPool | None = None,
+        withheld_tokens: int = 0,
     ) -> None:
         self.engine_id = engine_id
         self.address = address
@@ -101,6 +129,7 @@ class ConnectorScheduler:
         self._parallel = parallel or ParallelSizes()
         self._config = config or ConnectorConfig()
         self._host_pool = host_pool
+        self._withheld_tokens = withheld_tokens
         self._block_sizes = tuple(group.block_size for group in self._groups)
         self._common_block = math.lcm(*(g.block_size for g in self._groups if g.block_size))
         self._slots = LeaseSlots(self._config.max_leases)
@@ -112,35 +141,48 @@ class ConnectorScheduler:
         self._consumer_comes = False
         self._pushed_by_layer: set[str] = set()  # their blocks may be in use until the lease ends
         self._first_samples: dict[str, str] = {}  # ids of held requests, by sibling group
+        self._turns: dict[str, int] = {}  # blocks of held turns, the oldest turn first
+        self._num_turn_blocks = 0
 
     # ---- consumer
 
     def on_new_request(self, request: RequestInfo) -> None:
         """Note that a request has arrived: its producer holds it while it is queued."""
-        if request.params.do_remote_prefill and self._is_open(request):
+        if request.params.is_fetched and self._is_open(request):
             self._next.reqs_waiting[request.request_id] = self._open[request.request_id]
-        elif request.params.do_remote_decode and self._config.transfer_mode == "push":
+        if request.params.do_remote_decode and self._config.transfer_mode == "push":
             self._next.reqs_to_come.add(request.request_id)
 
     def _is_open(self, request: RequestInfo) -> bool:
         if request.request_id in self._settled or request.request_id in self._receiving:
             return False
         if request.request_id not in self._open:
-            if len(request.params.blocks) not in (0, len(self._groups)):
-                raise ConfigError(
-                    f"request {request.request_id!r}: the producer has "
-                    f"{len(request.params.blocks)} block tables, this engine "
-                    f"{len(self._groups)} groups of layers"
-                )
-            if request.params.transfer_mode != self._config.transfer_mode:
-                raise ConfigError(
-                    f"request {request.request_id!r}: the producer is in "
-                    f"{request.params.transfer_mode!r} mode, this engine in "
-                    f"{self._config.transfer_mode!r} mode; use one transfer_mode on both sides"
-                )
-            _check_content(request)
+            try:
+                self._check(request)
+            except PynixlkvError as error:
+                if not request.params.is_next_turn:
+                    raise
+                _log.warning("all of the prompt is computed here: %s", str(error))
+                self._settled.add(request.request_id)
+                return False
             self._open[request.request_id] = _as_reader(request.params)
         return True
+
+    def _check(self, request: RequestInfo) -> None:
+        """Refuse a hand-off that does not fit the request or this engine."""
+        if len(request.params.blocks) not in (0, len(self._groups)):
+            raise ConfigError(
+                f"request {request.request_id!r}: the producer has "
+                f"{len(request.params.blocks)} block tables, this engine "
+                f"{len(self._groups)} groups of layers"
+            )
+        if request.params.transfer_mode != self._config.transfer_mode:
+            raise ConfigError(
+                f"request {request.request_id!r}: the producer is in "
+                f"{request.params.transfer_mode!r} mode, this engine in "
+                f"{self._config.transfer_mode!r} mode; use one transfer_mode on both sides"
+            )
+        _check_content(request)
 
     def get_num_new_matched_tokens(
         self, request: RequestInfo, num_computed_tokens: int
@@ -162,10 +204,11 @@ class ConnectorScheduler:
         ContentMismatch
             If the hand-off is of another prompt. It stays held for the right one.
         """
-        if not request.params.do_remote_prefill or not self._is_open(request):
+        if not request.params.is_fetched or not self._is_open(request):
             return 0, False
         count = self._num_fetchable(request) - num_computed_tokens
-        if count <= 0:
+        fewest = self._config.recompute_threshold if request.params.is_next_turn else 1
+        if count < max(fewest, 1):
             return 0, False
         if self._host_pool is not None:
             end = num_computed_tokens + count
@@ -177,8 +220,11 @@ class ConnectorScheduler:
         return count, True
 
     def _num_fetchable(self, request: RequestInfo) -> int:
-        count, remote = request.num_prompt_tokens, request.params.remote_num_tokens
+        count = request.num_prompt_tokens - self._withheld_tokens
+        remote = request.params.remote_num_tokens
         if remote is not None:
+            if remote > count and any(group.state_tokens for group in self._groups):
+                return 0  # state of a later token
             count = min(count, remote)
         if not self._config.partial_blocks:
             count -= count % self._common_block
@@ -196,7 +242,7 @@ class ConnectorScheduler:
         `num_external_tokens` is what `get_num_new_matched_tokens` returned. Later calls for the
         same request have no effect.
         """
-        if not request.params.do_remote_prefill or not self._is_open(request):
+        if not request.params.is_fetched or not self._is_open(request):
             return
         request_id, remote = request.request_id, self._open[request.request_id]
         if num_external_tokens == 0:
@@ -212,7 +258,9 @@ class ConnectorScheduler:
                 f"request {request_id!r}: the host blocks that were free when "
                 "get_num_new_matched_tokens was called are not; schedule in the order of the calls"
             )
-        content = _prompt_content(request) if remote.lease is None else None
+        content = None
+        if remote.lease is None:
+            content = _prompt_content(request, self._withheld_tokens)
         meta = replace(meta, remote=remote, content=content)
         del self._open[request_id]
         self._next.reqs_waiting.pop(request_id, None)
@@ -260,7 +308,7 @@ class ConnectorScheduler:
         blocks : tuple of tuple of int
             Its block tables.
         num_computed_tokens : int
-            Tokens whose KV is in the blocks.
+            Tokens whose KV is in the blocks, and final.
         is_complete : bool
             False if it was aborted or failed.
 
@@ -270,11 +318,14 @@ class ConnectorScheduler:
             Whether the blocks must stay until the workers report the request as sent or, if it is
             being received, as received or failed.
         params : dict or None
-            ``kv_transfer_params`` for the consumer, if it is handed over.
+            ``kv_transfer_params`` for the consumer, if it is handed over, or for the producer of
+            the next turn, if it is held for that.
         """
-        request_id = request.request_id
+        request_id, why = request.request_id, "the producer gave the request up"
         self._next.reqs_waiting.pop(request_id, None)
         if request_id in self._receiving:
+            if request.params.do_remote_decode:
+                self._not_held(request, why)
             meta = self._next.reqs_to_recv.pop(request_id, None)
             if meta is not None:  # the workers do not know of it yet
                 self._free_host(self._receiving.pop(request_id).host_blocks)
@@ -286,15 +337,9 @@ class ConnectorScheduler:
         remote = self._open.pop(request_id, None)
         if request_id in self._settled:
             self._settled.remove(request_id)
-        elif request.params.do_remote_prefill and (remote or _is_own(request)):
+        elif request.params.is_fetched and (remote or _is_own(request)):
             # Rejected or aborted before anything was fetched.
             self._next.reqs_to_release[request_id] = remote or _as_reader(request.params)
-        if not request.params.do_remote_decode:
-            return False, None
-        self._next.reqs_to_save.pop(request_id, None)
-        was_pushed = request_id in self._pushed_by_layer
-        self._pushed_by_layer.discard(request_id)
-        why = "the producer gave the request up"
         held = self._held.get(request_id)
         if held is not None:  # it has finished before
             if is_complete:
@@ -302,9 +347,42 @@ class ConnectorScheduler:
             self._close_group(request_id)
             self._next.reqs_to_end[request_id] = why
             return True, None
+        if not request.params.do_remote_decode:
+            if not is_complete or not self._may_keep(request, blocks):
+                return False, None
+            num_computed_tokens -= num_computed_tokens % self._common_block
+            return self._hand_over(request, blocks, num_computed_tokens, was_pushed=False)
+        self._next.reqs_to_save.pop(request_id, None)
+        was_pushed = request_id in self._pushed_by_layer
+        self._pushed_by_layer.discard(request_id)
         if not is_complete:
             return self._not_held(request, why)
         return self._hand_over(request, blocks, num_computed_tokens, was_pushed=was_pushed)
+
+    def _may_keep(self, request: RequestInfo, blocks: BlockLists) -> bool:
+        """Whether a finished turn can be held for the next one."""
+        return (
+            request.params.do_remote_prefill
+            and request.params.sibling_group is None  # samples have no common next turn
+            and 0 < sum(map(len, blocks)) <= self._config.conversation_blocks
+            # State is that of the last token, whose step may not be over.
+            and all(group.block_size for group in self._groups)
+        )
+
+    def _make_room(self, request_id: str, num_blocks: int) -> None:
+        """Count the blocks of a turn that is going to be held; the oldest ones make room."""
+        missing = self._num_turn_blocks + num_blocks - self._config.conversation_blocks
+        self.release_turns(missing, "its blocks are needed for a newer turn")
+        self._turns[request_id] = num_blocks
+        self._num_turn_blocks += num_blocks
+
+    def release_turns(self, num_blocks: int, why: str) -> None:
+        """End the leases of the oldest turns that are held, until they had this many blocks."""
+        left = self._num_turn_blocks - num_blocks
+        while self._turns and self._num_turn_blocks > left:
+            request_id = next(iter(self._turns))
+            self._num_turn_blocks -= self._turns.pop(request_id)
+            self._next.reqs_to_end[request_id] = why
 
     def _hand_over(
         self, request: RequestInfo, blocks: BlockLists, num_tokens: int, *, was_pushed: bool
@@ -316,6 +394,11 @@ class ConnectorScheduler:
         if self.address is None:
             raise ConfigError("the scheduler's address is not set; hand-offs need to name it")
         cut = self._cut(blocks, 0, num_tokens)
+        if any(
+            group.window is not None and start > max(num_tokens - group.window + 1, 0)
+            for group, start in zip(self._groups, cut.starts, strict=True)
+        ):
+            return self._not_held(request, "the window before its last whole block is gone")
         content = None if request.content is None else request.content(num_tokens)
         group = request.params.sibling_group
         first = None if group is None else self._first_samples.get(group)
@@ -333,11 +416,17 @@ class ConnectorScheduler:
             return self._not_held(request, "the producer's host blocks are all in use")
         num_readers = request.params.num_readers
         meta = replace(staged, lease=lease, num_readers=num_readers)
+        is_kept = not request.params.do_remote_decode
+        if is_kept:
+            self._make_room(request.request_id, sum(map(len, blocks)))
+            num_readers = 1
+            meta = replace(meta, num_readers=1, keep_seconds=self._config.conversation_seconds)
         if self._config.transfer_mode == "push":
             meta = replace(meta, content=_prompt_content(request))
         self._next.reqs_to_send[request.request_id] = meta
         params = KVTransferParams(
-            do_remote_prefill=True,
+            do_remote_prefill=not is_kept,
+            do_remote_decode=is_kept,
             remote_engine_id=self.engine_id,
             remote_request_id=request.request_id,
             remote_host=self.address[0],
@@ -431,6 +520,7 @@ class ConnectorScheduler:
             if request_id in self._held:
                 self._close_group(request_id)
                 held = self._held.pop(request_id)
+                self._num_turn_blocks -= self._turns.pop(request_id, 0)
                 self._slots.give_back(held.lease)
                 self._free_host(held.meta.host_blocks)
         for request_id in (*received, *failed):
@@ -469,8 +559,10 @@ def _check_content(request: RequestInfo) -> None:
         )
 
 
-def _prompt_content(request: RequestInfo) -> str | None:
-    return None if request.content is None else request.content(request.num_prompt_tokens)
+def _prompt_content(request: RequestInfo, num_withheld: int = 0) -> str | None:
+    """Return the digest of a prompt as the producer has it."""
+    count = request.num_prompt_tokens - num_withheld
+    return None if request.content is None else request.content(count)
 
 
 def _is_own(request: RequestInfo) -> bool:
@@ -484,7 +576,9 @@ def _is_own(request: RequestInfo) -> bool:
 
 def _as_reader(remote: KVTransferParams) -> KVTransferParams:
     """Return a hand-off as one reader of its lease."""
-    return msgspec.structs.replace(remote, reader=secrets.randbits(62))
+    # With a next turn, the router tells the producer the readers of the lease to come.
+    num_readers = 1 if remote.is_next_turn else remote.num_readers
+    return msgspec.structs.replace(remote, reader=secrets.randbits(62), num_readers=num_readers)
 
 
 def _ceil(tokens: int, spec: GroupSpec) -> int:
@@ -500,10 +594,20 @@ def cut_table(
     spec: GroupSpec, table: Sequence[int], begin: int, end: int
 ) -> tuple[tuple[int, ...], int]:
     """Return the part of a block table that covers positions, and that of its first block."""
+    if spec.state_tokens:
+        at = (end - 1) // spec.state_tokens
+        slot = tuple(table[at : at + 1])
+        if not slot or spec.null_block in slot:
+            raise ConfigError(
+                f"entry {at} of a table of {len(table)} blocks has no state of token {end - 1}"
+            )
+        return slot, 0
     if spec.block_size == 0:
-        return tuple(block for block in table if block != spec.null_block), 0
+        return tuple(block for block in table if block != spec.null_block)[: spec.slots], 0
     if spec.window is not None:
         begin = max(begin, end - spec.window)
+    if spec.chunk is not None:
+        begin = max(begin, (end - 1) // spec.chunk * spec.chunk)
     first, last = begin // spec.block_size, _ceil(end, spec)
     cut = tuple(table[first:last])
     if len(cut) < last - first:
@@ -512,7 +616,7 @@ def cut_table(
         )
     if spec.null_block is not None:
         nulls = 0
-        while spec.window is not None and nulls < len(cut) and cut[nulls] == spec.null_block:
+        while spec.is_partial and nulls < len(cut) and cut[nulls] == spec.null_block:
             nulls += 1
         cut, first = cut[nulls:], first + nulls
         if spec.null_block in cut:

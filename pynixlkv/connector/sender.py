@@ -23,6 +23,7 @@ from pynixlkv.connector.metadata import MAX_READERS
 from pynixlkv.connector.remote_engines import split
 from pynixlkv.connector.staging import has_completed
 from pynixlkv.errors import HandshakeError, PlanError, PynixlkvError
+from pynixlkv.geometry import meetings
 from pynixlkv.plan import TransferPlan
 from pynixlkv.types import TransferState
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from pynixlkv.connector.leases import LeaseTable
     from pynixlkv.connector.metadata import Lease, ParallelSizes, ReqMeta
     from pynixlkv.connector.staging import DeviceEvent
-    from pynixlkv.geometry import Geometry
+    from pynixlkv.geometry import Geometry, Group
     from pynixlkv.types import Rank
 
 _log = logging.getLogger(__name__)
@@ -72,6 +73,8 @@ class Consumer:
     peer: Peer
     geometry: Geometry
     slices: list[tp_mapping.TransferSlice]
+    meetings: list[list[tuple[Group, Group, frozenset[int]]]]
+    """Of each slice: a group of the consumer, one of ours, and the layers that both hold."""
     plans: dict[tuple[int, tuple[int, ...], tuple[str, ...]], TransferPlan] = field(
         default_factory=dict
     )
@@ -242,7 +245,7 @@ class Sender:
 
         A request that is held already gets more readers.
         """
-        deadline = now + self._ctx.config.lease_duration
+        deadline = now + (meta.keep_seconds or self._ctx.config.lease_duration)
         held = self._find(request_id, meta.lease)
         if held is not None:
             held.num_readers = max(held.num_readers, meta.num_readers)
@@ -320,7 +323,14 @@ class Sender:
         except BaseException:
             self._ctx.peers.release(peer)
             raise
-        return Consumer(message, peer, theirs, slices)
+        met = [
+            [
+                (group, ours, frozenset(layers))
+                for group, ours, layers in meetings(theirs.select(part.groups), self._ctx.cache.groups)
+            ]
+            for part in slices
+        ]
+        return Consumer(message, peer, theirs, slices, met)
 
     def _forget(self, agent: str) -> None:
         """Disconnect from a consumer's rank; if it lives, it introduces itself again."""
@@ -362,7 +372,8 @@ class Sender:
             elif reader.num_readers == 0 and held.num_readers == 1:
                 held.num_readers = 0
         if not known.is_done:
-            known.deadline = held.deadline = now + self._ctx.config.lease_duration
+            known.deadline = now + self._ctx.config.lease_duration
+            held.deadline = max(held.deadline, known.deadline)
         return known
 
     def on_release(self, message: messages.Release, now: float) -> None:
@@ -676,45 +687,53 @@ class Sender:
         ours, our_starts = self._ctx.local_tables(meta)
         if layer is None and meta.num_tokens < message.num_tokens:
             raise PlanError(f"{meta.num_tokens} tokens are here, {message.num_tokens} are wanted")
+        if layer is None:
+            self._ctx.check_state(message.num_tokens, meta.num_tokens)
         num_tokens = min(meta.num_tokens, message.num_tokens)
         for index, part in enumerate(consumer.slices):
-            if layer is not None and not all(self._groups[g].block_size for g in part.groups):
+            if layer is not None and any(not g.block_size for _, g, _ in consumer.meetings[index]):
                 continue  # state is complete only at the end
             by_position: dict[int, list[int]] = defaultdict(list)
             for wanted in part.layers if layer is None else {layer} & set(part.layers):
                 by_position[push.pushed.get((index, wanted), 0)].append(wanted)
             for position, layers in by_position.items():
-                moved = [g for g in part.groups if set(self._groups[g].layers) & set(layers)]
+                met = [
+                    (group.name, wanting.name)
+                    for wanting, group, common in consumer.meetings[index]
+                    if not common.isdisjoint(layers)
+                ]
+                moved = dict.fromkeys(name for name, _ in met)
                 end = num_tokens
                 is_opaque = any("N" in self._groups[name].opaque_axes for name in moved)
                 if end < message.num_tokens or (layer is not None and is_opaque):
                     # More tokens follow, in a page that moves whole also those of the answer: a
                     # block that is not full waits for them.
                     end -= end % math.lcm(*(self._groups[name].block_tokens for name in moved))
-                moved = [name for name in moved if their_starts[name] < end]
-                if position >= end or not moved:
+                met = [(name, other) for name, other in met if their_starts[other] < end]
+                if position >= end or not met:
                     continue
                 tables, starts = {}, {}
-                for name in moved:
-                    if our_starts[name] > their_starts[name]:
+                for name, other in met:
+                    if our_starts[name] > their_starts[other]:
                         raise PlanError(
                             f"group {name!r}: positions from {our_starts[name]} on are here, from "
-                            f"{their_starts[name]} on are wanted"
+                            f"{their_starts[other]} on are wanted"
                         )
                     size = self._groups[name].block_tokens
                     skip = max(position - our_starts[name], 0) // size
                     tables[name] = np.asarray(ours[name])[skip:]
                     starts[name] = our_starts[name] + skip * size
+                plan = self._plan(consumer, index, list(tables), tuple(layers))
                 push.transfers.append(
                     self._ctx.agent.write(
                         consumer.peer,
-                        self._plan(consumer, index, moved, tuple(layers)),
+                        plan,
                         tables,
-                        {name: theirs[name] for name in moved},
+                        {name: theirs[name] for _, name in plan.pairs},
                         timeout=self._ctx.config.transfer_timeout,
-                        num_tokens=dict.fromkeys(moved, end),
+                        num_tokens=dict.fromkeys(tables, end),
                         local_start=starts,
-                        remote_start={name: their_starts[name] for name in moved},
+                        remote_start={name: their_starts[name] for _, name in plan.pairs},
                     )
                 )
                 push.pushed.update({(index, wanted): end for wanted in layers})
@@ -773,9 +792,12 @@ class Sender:
         if self._ctx.config.transfer_mode == "push":
             for number in held.readers:
                 self._past_readers.put(number, None)
-        self._ctx.stats.lease_ended(held.ending)
+        # Of a turn, nothing has been lost: it may have no next one.
+        is_unread = held.meta.keep_seconds is not None and held.ending != "released"
+        self._ctx.stats.lease_ended("unread" if is_unread else held.ending)
         if held.ending != "released":
-            _log.warning(
+            _log.log(
+                logging.INFO if is_unread else logging.WARNING,
                 "the lease of request %s ended: %s", held.id, held.ending,
                 extra={"request": held.id, "peer": ""},
             )  # fmt: skip

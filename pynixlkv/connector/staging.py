@@ -193,7 +193,7 @@ class _Group:
 def _kind(group: Group) -> tuple[object, ...]:
     """Return what device and host blocks of a group must agree in."""
     kind = (group.name, group.dtype, group.block_size, group.kv_heads, group.head_dim)
-    return (*kind, group.has_values, group.tp, group.dcp, group.interleave, group.layers)
+    return (*kind, group.planes, group.tp, group.dcp, group.interleave, group.layers)
 
 
 class HostStaging:

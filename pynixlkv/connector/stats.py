@@ -144,7 +144,8 @@ class StatsSnapshot(msgspec.Struct):
     causes: dict[str, int] = {}
     """Requests that were not received, by `FailureCause`."""
     leases: dict[str, int] = {}
-    """Leases that are over, by reason: ``"released"``, ``"expired"`` or ``"failed"``."""
+    """Leases that are over, by reason: ``"released"``, ``"expired"``, ``"failed"``, or
+    ``"unread"``, of a finished turn that no next turn has fetched."""
     events: dict[str, int] = {}
     """Other events, by `EventName`."""
     live_leases: int = 0
@@ -220,9 +221,10 @@ class ConnectorStats:
                 self._recent.hand_off_bytes.add(num_bytes)
 
     def lease_ended(self, why: str) -> None:
-        """Count the end of a lease: ``"released"``, ``"expired"``, or the text of a failure."""
+        """Count the end of a lease: a reason that `StatsSnapshot.leases` has, or why it failed."""
         with self._lock:
-            _increment(self._recent.leases, why if why in ("released", "expired") else "failed")
+            is_usual = why in ("released", "expired", "unread")
+            _increment(self._recent.leases, why if is_usual else "failed")
 
     def set_gauges(self, **gauges: int) -> None:
         """Set the fields of later snapshots that are not counted but observed."""
@@ -345,6 +347,12 @@ METRICS: tuple[Metric, ...] = (
         "counter",
         "Leases that expired",
         lambda s: s.leases.get("expired", 0),
+    ),
+    Metric(
+        "leases_unread",
+        "counter",
+        "Finished turns that no next turn has fetched",
+        lambda s: s.leases.get("unread", 0),
     ),
     Metric(
         "peers_lost",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from pynixlkv.errors import IncompatibleLayoutError
+from pynixlkv.geometry import meetings
 from pynixlkv.topology import expected_readers, read_sources, release_targets
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class TransferSlice:
     """What one rank of a consumer gets from one rank of a producer in one transfer."""
 
     groups: tuple[str, ...]
+    """Names of the consumer's groups."""
     heads: tuple[int, ...] | None
     """Global KV heads; None where no group has heads."""
     layers: tuple[int, ...]
@@ -35,13 +37,13 @@ class TransferSlice:
 
 def _ask(
     topology: Callable[..., Iterable[_T]],
-    group: Group,
+    kv_heads: int | None,
     rank: Rank,
     parallel: ParallelSizes,
     remote: ParallelSizes,
 ) -> Iterable[_T]:
     return topology(
-        group.kv_heads,
+        kv_heads,
         local=(rank[1], parallel.tp),
         remote_size=remote.tp,
         local_dcp=parallel.dcp,
@@ -57,7 +59,11 @@ def ranks_to_tell(
     They include all pipeline stages of a tensor-parallel rank: which stages share layers is known
     only once their geometries are.
     """
-    told = {t for group in groups for t in _ask(release_targets, group, rank, parallel, remote)}
+    told = {
+        target
+        for kv_heads in {group.kv_heads for group in groups}
+        for target in _ask(release_targets, kv_heads, rank, parallel, remote)
+    }
     return [(stage, target) for stage in range(remote.pp) for target in sorted(told)]
 
 
@@ -67,8 +73,8 @@ def num_readers(
     """Return how many consumer ranks must release a producer rank: the dual of `ranks_to_tell`."""
     readers = {
         reader.rank
-        for group in groups
-        for reader in _ask(expected_readers, group, rank, parallel, remote)
+        for kv_heads in {group.kv_heads for group in groups}
+        for reader in _ask(expected_readers, kv_heads, rank, parallel, remote)
     }
     return len(readers) * remote.pp
 
@@ -84,26 +90,20 @@ def transfer_slices(
     """Return what a consumer rank gets from a producer rank: usually one slice, or none."""
     _check_ranks("local", consumer, consumer_rank, consumer_parallel)
     _check_ranks("remote", producer, producer_rank, producer_parallel)
-    theirs = {group.name: group for group in producer.groups}
-    by_heads: dict[tuple[int, ...] | None, tuple[list[str], set[int]]] = {}
-    for group in consumer.groups:
-        other = theirs.get(group.name)
-        if other is None:
-            continue  # a pipeline stage describes only the kinds of layers that it has
+    by_heads: dict[tuple[int, ...] | None, tuple[dict[str, None], set[int]]] = {}
+    for group, other, layers in meetings(consumer.groups, producer.groups):
         differences = group.differences(other)
         if differences:
             raise _incompatible(differences)
-        layers = set(group.layers) & set(other.layers)
-        if not layers:
-            continue
+        kv_heads = group.agreed_heads(other)
         for source in _ask(
-            read_sources, group, consumer_rank, consumer_parallel, producer_parallel
+            read_sources, kv_heads, consumer_rank, consumer_parallel, producer_parallel
         ):
             if source.rank == producer_rank[1]:
-                key = None if group.kv_heads is None else tuple(source.heads)
-                names, union = by_heads.setdefault(key, ([], set()))
-                names.append(group.name)
-                union |= layers
+                key = None if kv_heads is None else tuple(source.heads)
+                names, union = by_heads.setdefault(key, ({}, set()))
+                names[group.name] = None
+                union.update(layers)
     return [
         TransferSlice(tuple(names), heads, tuple(sorted(layers)))
         for heads, (names, layers) in by_heads.items()
@@ -115,11 +115,11 @@ def check_complete(consumer: Geometry, producers: Sequence[Geometry]) -> None:
     held: dict[str, set[int]] = {}
     for geometry in producers:
         for group in geometry.groups:
-            held.setdefault(group.name, set()).update(group.layers)
+            held.setdefault(group.kind, set()).update(group.layers)
     differences: list[tuple[str, object, object]] = [
-        (f"{group.name}.layers", group.layers, tuple(sorted(held.get(group.name, ()))))
+        (f"{group.name}.layers", group.layers, tuple(sorted(held.get(group.kind, ()))))
         for group in consumer.groups
-        if not set(group.layers) <= held.get(group.name, set())
+        if not set(group.layers) <= held.get(group.kind, set())
     ]
     if differences:
         raise _incompatible(differences)

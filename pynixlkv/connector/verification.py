@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from pynixlkv.connector import messages
 from pynixlkv.digest import Digest, GroupDigest, as_torch
 from pynixlkv.errors import IncompatibleLayoutError, KVCorruptError, PlanError
-from pynixlkv.geometry import Axis, KVCache, _read_array
+from pynixlkv.geometry import Axis, KVCache, _read_array, meetings
 from pynixlkv.plan import TransferPlan
 from pynixlkv.types import MemoryType
 
@@ -79,7 +79,7 @@ def answer(ctx: WorkerContext, meta: ReqMeta, scopes: Sequence[DigestScope]) -> 
     count = sum(math.prod(scope.shape) for scope in scopes)
     if count > messages.MAX_DIGESTS:
         raise PlanError(f"{count} digests are wanted; at most {messages.MAX_DIGESTS} fit an answer")
-    if len({(scope.group, scope.heads) for scope in scopes}) < len(scopes):
+    if len({(scope.group, scope.heads, scope.layers) for scope in scopes}) < len(scopes):
         raise PlanError("digests of the same heads of a group are wanted twice")
     return [each.data for each in _compute(ctx, scopes, *ctx.local_tables(meta)).groups]
 
@@ -119,7 +119,7 @@ class Verification:
         config, groups = self._ctx.config, self._ctx.cache.groups
         fraction = config.checksum_fraction if config.checksums == "sampled" else 1.0
         # Larger units where the digests of blocks would be too many for an answer.
-        rows = sum(len(g.layers) * (1 + g.has_values) * len(g.heads) for g in groups)
+        rows = sum(len(g.layers) * g.planes * len(g.heads) for g in groups)
         wanted = 2 * rows * num_tokens * max(fraction, 1 / 64) / messages.MAX_DIGESTS
         unit = None
         if wanted > min(g.block_tokens for g in groups):
@@ -135,10 +135,14 @@ class Verification:
                     g.name: np.zeros(
                         -(-num_tokens // g.block_tokens)
                         if g.block_size
-                        else len(np.asarray(self._tables[g.name])),
+                        else len(np.asarray(self._tables[name])),
                         np.int64,
                     )
-                    for g in source.geometry.select(plan.groups)
+                    for g, name in zip(
+                        source.geometry.select(name for _, name in plan.pairs),
+                        (name for name, _ in plan.pairs),
+                        strict=True,
+                    )
                 },
                 num_tokens=num_tokens,
                 local_start={name: self._starts[name] for name in plan.groups},
@@ -271,36 +275,49 @@ def self_test(
     TransferError
         If nothing arrives.
     """
-    ours, other = ({g.name: g for g in side.groups} for side in (scratch.geometry, theirs))
     wrong: dict[str, KVCorruptError] = {}
     for piece in slices:
-        layers = {
-            name: {*piece.layers} & {*ours[name].layers} & {*other[name].layers}
-            for name in piece.groups
-            if name in ours and name in other
-        }
-        names = [name for name in layers if layers[name]]
-        if not names:
+        met = [
+            (here, there, common)
+            for here, there, layers in meetings(
+                scratch.geometry.select(set(piece.groups) & set(scratch.geometry.names)),
+                theirs.groups,
+            )
+            if (common := {*piece.layers} & {*layers})
+        ]
+        if not met:
             continue
         plan = TransferPlan(
             scratch.geometry,
             theirs,
-            groups=names,
+            groups=dict.fromkeys(here.name for here, _, _ in met),
             heads=piece.heads,
-            layers=set().union(*layers.values()),
+            layers=set().union(*(layers for _, _, layers in met)),
         )
-        num_tokens = {n: min(ours[n].block_tokens, other[n].block_tokens) for n in names}
-        pattern = [{name: [i] for name in names} for i in range(NUM_SCRATCH_BLOCKS)]
-        here = [pattern[len(AXES) + (i + turn) % len(AXES)] for i in range(len(AXES))]
+        # The pattern numbers the heads as one side does.
+        renumbered = {here.kind for here, there, _ in met if here.kv_heads != there.kv_heads}
+        num_tokens: dict[str, int] = {}
+        for here, there, _ in met:
+            tokens = num_tokens.get(here.name, here.block_tokens)
+            num_tokens[here.name] = min(tokens, there.block_tokens)
+        ours, remote = (
+            [{pair[side]: [i] for pair in plan.pairs} for i in range(NUM_SCRATCH_BLOCKS)]
+            for side in range(2)
+        )
+        places = [ours[len(AXES) + (i + turn) % len(AXES)] for i in range(len(AXES))]
         begun = [
             agent.read(peer, plan, *tables, timeout=timeout, num_tokens=num_tokens)
-            for tables in zip(here, pattern, strict=False)
+            for tables in zip(places, remote, strict=False)
         ]
         reads += begun
         for transfer in begun:
             transfer.wait(timeout)
-        for axis, arrived, block in zip(AXES, here, pattern, strict=False):
-            scopes = plan.digest_scopes(arrived, block, num_tokens=num_tokens)
+        for axis, arrived, block, block_there in zip(AXES, places, ours, remote, strict=False):
+            scopes = [
+                scope
+                for scope in plan.digest_scopes(arrived, block_there, num_tokens=num_tokens)
+                if axis != "head" or scope.group not in renumbered
+            ]
             expected = scratch.digest(block, scopes=scopes)
             try:
                 scratch.digest(arrived, scopes=scopes).check(expected, peer=peer.name)

@@ -180,8 +180,8 @@ class ConnectorWorker:
         cache : KVCache
             Everything this rank holds. Not registered if there is a `staging`.
         block_table_index : mapping of str to int, optional
-            Which of the engine's block tables each group of the cache uses; the same in all
-            engines. By default the first group uses the first, and so on.
+            Which of the engine's block tables each group of the cache uses. By default the first
+            table of `cache` is the first of the engine, and so on.
         staging : HostStaging, optional
             Host memory to stage the cache in, where device memory cannot be registered.
         scratch : KVCache, optional
@@ -197,6 +197,12 @@ class ConnectorWorker:
         if self._has_cache:
             raise StateError("register_kv_caches was called before; a worker has one cache")
         moved = cache if staging is None else staging.host_cache
+        if block_table_index is None:
+            names = list(dict.fromkeys(group.table for group in moved.geometry.groups))
+            block_table_index = {g.name: names.index(g.table) for g in moved.geometry.groups}
+        moved = moved.with_tables(
+            {name: str(index) for name, index in block_table_index.items()}
+        )
         table = LeaseTable(self._config.max_leases)
         words, lease_buffer = make_words(_LEASE_BUFFER_WORDS)
         self._agent.register(moved)
@@ -219,8 +225,6 @@ class ConnectorWorker:
             identity=self._identity,
             kv=moved,
             lease_buffer=lease_buffer,
-            block_table_index=block_table_index
-            or {group.name: i for i, group in enumerate(moved.geometry.groups)},
             hello=self._agent.hello(*described),
             staging=staging,
             config=self._config,

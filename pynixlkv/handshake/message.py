@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -12,7 +13,6 @@ from pynixlkv.errors import (
     ConfigError,
     EngineIdMismatch,
     ProtocolVersionError,
-    WireError,
 )
 
 if TYPE_CHECKING:
@@ -62,19 +62,13 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 
 Reply: TypeAlias = Answer | Refusal
 
-_NAMES = {Envelope: "message", Question: "question", Reply: "reply"}
-
+_decoder = functools.cache(msgspec.msgpack.Decoder)
 encode = msgspec.msgpack.Encoder().encode
 
 
 def decode(data: bytes, kind: Any) -> Any:  # noqa: ANN401
     """Decode an untrusted `Envelope`, `Question` or `Reply`; raise `WireError` if malformed."""
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(
-            f"a handshake {_NAMES[kind]} of {len(data)} bytes does not decode: {error}"
-        ) from error
+    return wire.decode(_decoder(kind), data, "handshake message")
 
 
 def check_identity(engine_id: object, compatibility: Mapping[Any, Any]) -> Envelope:

@@ -93,6 +93,14 @@ class NixlAgent(Agent):
                 detail=error.detail,
             ) from error
 
+    def _transports(self) -> tuple[str, ...]:
+        if self._backend != "UCX":
+            return ()
+        items = self._backend_params.get("engine_config", "").split(",")
+        pairs = (item.split("=", 1) for item in items if "=" in item)
+        config = {key: value for key, value in pairs if f"UCX_{key}" not in os.environ}
+        return _loader.transports_of_nixl(tuple(sorted(config.items())))
+
     @staticmethod
     def default_backend_params(backend: str) -> dict[str, str]:
         """Return the default parameters of a backend."""

@@ -533,7 +533,7 @@ class AgentConformance:
         block_bytes = local.pool.bytes.size // Pool.NUM_BLOCKS
         # Nothing is left behind that a second event loop would stumble over.
         for _ in range(2):
-            local.pool.bytes[:] = 0
+            local.pool.fill(1)
             assert asyncio.run(pull()) == [block_bytes] * 32
             there = local.remote_pool()
             for i in range(32):

@@ -24,6 +24,22 @@ _DEFAULTS = {"RNDV_THRESH": "inf", "TCP_CONN_NB": "y"}
 # Settings that win over the environment: notifications would overtake each other if messages went
 # out over several devices.
 _FIXED = {"MAX_EAGER_RAILS": "1"}
+_COPY_THREADS_VARIABLE = "PYNIXLKV_COPY_THREADS"
+_MOST_COPY_THREADS = 64
+
+
+def _choose_copy_threads(given: int | None) -> int:
+    if given is None:
+        text = os.environ.get(_COPY_THREADS_VARIABLE)
+        if text is None:
+            return min(max(len(os.sched_getaffinity(0)) // 8, 1), 4)
+        given = int(text) if text.isdecimal() else -1
+    if not 1 <= given <= _MOST_COPY_THREADS:
+        raise ConfigError(
+            f"copy_threads, or {_COPY_THREADS_VARIABLE}, must be 1 to {_MOST_COPY_THREADS}, not "
+            f"{given}"
+        )
+    return given
 
 
 class UcxAgent(Agent):
@@ -38,6 +54,10 @@ class UcxAgent(Agent):
         ``MAX_EAGER_RAILS`` is always 1, so that notifications keep their order.
     error_handling : bool
         Let UCX watch its connections for dead peers; both sides need the same. See Notes.
+    copy_threads : int, optional
+        Threads that copy large transfers between ordinary memory of two processes of this host, or
+        memory of `allocate`, 1 to 64. Default: the environment variable ``PYNIXLKV_COPY_THREADS``,
+        or one for each 8 processors that this process may use, at least 1 and at most 4.
     secret : bytes or str, optional
         Key of the MAC on hello bytes; both sides need the same. Default: the environment variable
         ``PYNIXLKV_SECRET``, or none.
@@ -77,6 +97,7 @@ class UcxAgent(Agent):
         *,
         config: Mapping[str, str] | None = None,
         error_handling: bool = True,
+        copy_threads: int | None = None,
         secret: bytes | str | None = None,
     ) -> None:
         check_reserve("an agent")
@@ -88,10 +109,14 @@ class UcxAgent(Agent):
         library = _loader.load_ucx()
         self._context = _native.ucx.Context(library, defaults | dict(config or {}) | _FIXED)
         self._error_handling = error_handling
+        self._copy_threads = _choose_copy_threads(copy_threads)
         super().__init__(name, backend_version=library.version, secret=secret)
 
     def _start(self, name: str, incarnation: bytes) -> _native.transfer.Agent:
-        return _native.transfer.ucx_agent(name, incarnation, self._context, self._error_handling)
+        return _native.transfer.ucx_agent(name, incarnation, self._context, self._error_handling, self._copy_threads)
+
+    def _transports(self) -> tuple[str, ...]:
+        return _loader.transports_of(self._context)
 
     @property
     def config(self) -> dict[str, str]:
@@ -102,6 +127,11 @@ class UcxAgent(Agent):
     def error_handling(self) -> bool:
         """Whether UCX watches its connections for dead peers."""
         return self._error_handling
+
+    @property
+    def copy_threads(self) -> int:
+        """The threads that copy large transfers between processes of this host."""
+        return self._copy_threads
 
     @property
     def transport(self) -> str:

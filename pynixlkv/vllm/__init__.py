@@ -4,17 +4,28 @@ Name it in vLLM's ``--kv-transfer-config``: ``{"kv_connector": "PyNixlKVConnecto
 "kv_producer"}`` (or ``"kv_consumer"``). vLLM finds the name through the entry point that this
 package registers; where plugins are switched off, add ``"kv_connector_module_path":
 "pynixlkv.vllm"``.
+
+Other connectors can use `kv_cache` and `group_specs`, which describe vLLM's caches.
 """
 
 from __future__ import annotations
 
 import logging
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pynixlkv.vllm.caches import CACHE_KINDS, ParallelPlace, group_specs, kv_cache
     from pynixlkv.vllm.connector import PyNixlKVConnector
 
-__all__ = ["PyNixlKVConnector", "register"]
+__all__ = [
+    "CACHE_KINDS",
+    "ParallelPlace",
+    "PyNixlKVConnector",
+    "group_specs",
+    "kv_cache",
+    "register",
+]
 
 _NAME = "PyNixlKVConnector"
 
@@ -36,8 +47,6 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> object:
-    if name != _NAME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from pynixlkv.vllm.connector import PyNixlKVConnector
-
-    return PyNixlKVConnector
+    return getattr(import_module(f"{__name__}.{'connector' if name == _NAME else 'caches'}"), name)

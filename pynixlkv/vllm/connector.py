@@ -29,10 +29,16 @@ from pynixlkv.connector.scheduler import ConnectorScheduler
 from pynixlkv.connector.staging import HostBlockPool, HostStaging, make_host_tensors
 from pynixlkv.connector.stats import ConnectorStats
 from pynixlkv.connector.worker import ConnectorWorker, Finished
-from pynixlkv.errors import ContentMismatch, PynixlkvError
+from pynixlkv.errors import ConfigError, ContentMismatch, PynixlkvError
 from pynixlkv.handshake import Handshake
 from pynixlkv.vllm import log_as_vllm, releases
-from pynixlkv.vllm.caches import ParallelPlace, group_specs, kv_cache, layer_number
+from pynixlkv.vllm.caches import (
+    ParallelPlace,
+    group_specs,
+    kv_cache,
+    layer_number,
+    withheld_tokens,
+)
 from pynixlkv.vllm.content import content_digest, numbers_features
 from pynixlkv.vllm.facts import compatibility, fp8_format
 from pynixlkv.vllm.host import BlockCopy, work_so_far
@@ -53,6 +59,7 @@ if TYPE_CHECKING:
     )
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -111,7 +118,11 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         releases.refuse_what_is_missing(vllm_config, kv_cache_config)
         self._engine_id = str(config.engine_id)
         self._dcp = vllm_config.parallel_config.decode_context_parallel_size
-        self._settings = self._options.connector_config(compatibility(vllm_config))
+        self._settings = self._options.connector_config(
+            compatibility(vllm_config), kv_cache_config.num_blocks
+        )
+        if self._options.bidirectional_kv_xfer:
+            _check_roles(config)
         parallel = vllm_config.parallel_config
         self._parallel = ParallelSizes(
             pp=parallel.pipeline_parallel_size, tp=parallel.tensor_parallel_size, dcp=self._dcp
@@ -130,12 +141,16 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._failing: dict[str, str] = {}  # rejected requests for the next results
         self._invalid: set[int] = set()  # blocks of failed requests, for the next results
         self._not_sent: set[str] = set()  # the same for requests to hold
+        self._turns: dict[str, list[KVCacheBlock]] = {}  # blocks of finished turns
+        self._starved: set[str] = set()  # requests that get no blocks in this step
         self._copy: BlockCopy | None = None
         self._layer_numbers: dict[str, int] = {}
         self._device: torch.device | None = None  # of the cache, once it is known
         self._is_step_begun = False
         self._content = partial(content_digest, hash_features=numbers_features(vllm_config))
         groups = group_specs(kv_cache_config, self._dcp)  # refuses unsupported kinds of cache
+        self._withheld = withheld_tokens(kv_cache_config, vllm_config.num_prefill_lookahead_tokens)
+        self._check_settings(has_state=any(group.block_size == 0 for group in groups))
         if role is KVConnectorRole.SCHEDULER:
             host_blocks = self._num_host_blocks()
             self._scheduler = ConnectorScheduler(
@@ -144,6 +159,21 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 parallel=self._parallel,
                 config=self._settings,
                 host_pool=HostBlockPool([host_blocks] * len(groups)) if host_blocks else None,
+                withheld_tokens=self._withheld,
+            )
+
+    def _check_settings(self, *, has_state: bool) -> None:
+        """Refuse settings under which the cache cannot be moved right."""
+        if self._options.layerwise and has_state:
+            raise ConfigError(
+                "layerwise is set, but the model has state, which every chunk of a prompt "
+                "overwrites; leave layerwise out"
+            )
+        pcp = self._vllm_config.parallel_config.prefill_context_parallel_size
+        if pcp > 1:
+            raise ConfigError(
+                f"prefill_context_parallel_size is {pcp}; PyNixlKVConnector moves the caches of "
+                "tensor, pipeline and decode context parallelism only. Use 1"
             )
 
     def _num_host_blocks(self) -> int:
@@ -220,6 +250,8 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def on_new_request(self, request: Request) -> None:
         """Keep the request's lease alive while it is queued."""
+        if self._withheld and (request.kv_transfer_params or {}).get("do_remote_decode"):
+            _withhold(request, self._withheld)
         try:
             self._side.on_new_request(self._info(request))
         except Exception as error:
@@ -231,6 +263,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return how many tokens can be fetched beyond the local ones."""
         info = self._info(request)
         self._computed[request.request_id] = num_computed_tokens
+        self._starved.add(request.request_id)  # until they are allocated
         if request.request_id not in self._rejected:
             try:
                 return self._side.get_num_new_matched_tokens(info, num_computed_tokens)
@@ -248,6 +281,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Start to fetch into the allocated blocks."""
+        self._starved.discard(request.request_id)
         if request.request_id not in self._rejected:
             try:
                 self._side.update_state_after_alloc(
@@ -269,8 +303,12 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return the message to the workers for this step."""
-        for request_id in scheduler_output.preempted_req_ids or ():
+        preempted = scheduler_output.preempted_req_ids or ()
+        for request_id in preempted:
             self._side.request_preempted(request_id)
+        if preempted or self._starved:
+            self._side.release_turns(1, "its blocks are needed for requests")
+        self._starved.clear()
         if self._options.layerwise:
             self._save(scheduler_output)
         rejected, self._failing = self._failing, {}
@@ -309,10 +347,11 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the reports of all workers."""
-        self._side.update_finished(
-            sent=connector_output.finished_sending or set(),
-            received=connector_output.finished_recving or set(),
-        )
+        sent = connector_output.finished_sending or set()
+        self._side.update_finished(sent=sent, received=connector_output.finished_recving or set())
+        for request_id in sent & self._turns.keys():
+            sent.remove(request_id)  # vLLM has forgotten the request
+            self._kv_cache_manager.block_pool.free_blocks(reversed(self._turns.pop(request_id)))
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -329,17 +368,38 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         info = self._info(request)
         for known in (self._infos, self._computed, self._rejected, self._running_tables):
             known.pop(request.request_id, None)
+        # The last token of an answer has no KV, even if a step that computes it has been launched.
+        is_prefill = info.params.do_remote_decode
+        last = request.num_prompt_tokens if is_prefill else request.num_tokens - 1
         try:
-            return self._side.request_finished(
+            delay_free, params = self._side.request_finished(
                 info,
                 self._tables(block_ids),
-                min(request.num_computed_tokens, request.num_prompt_tokens),
+                min(request.num_computed_tokens, last),
                 is_complete=request.status
                 in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED),
             )
+            if delay_free and params is not None and not is_prefill:
+                delay_free = not self._hold_turn(request.request_id)
+            return delay_free, params
         except Exception:
             _log.exception("request %s cannot be handed over", request.request_id)
             return self._side.request_finished(info, (), 0, is_complete=False)
+
+    def _hold_turn(self, request_id: str) -> bool:
+        """Hold the blocks of a finished turn without its request, for which vLLM makes steps."""
+        manager = getattr(self, "_kv_cache_manager", None)
+        if manager is None:  # some releases do not show it
+            return False
+        blocks = [block for table in manager.get_blocks(request_id).blocks for block in table]
+        manager.block_pool.touch(blocks)
+        self._turns[request_id] = blocks
+        return True
+
+    def reset_cache(self) -> bool:
+        """Release all finished turns, as for new weights; ask again until it is true."""
+        self._side.release_turns(1 << 62, "the cache is reset")
+        return not self._turns
 
     # ---- worker
 
@@ -400,10 +460,8 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def set_host_xfer_buffer_ops(self, copy_operation: Callable[..., None]) -> None:
         """Take vLLM's function that copies blocks between device and host."""
-        from vllm.platforms import current_platform
-
         # On the CPU there is no device to copy from, and vLLM's function fails.
-        if self._copy is not None and not current_platform.is_cpu():
+        if self._copy is not None and self._device is not None and self._device.type != "cpu":
             self._copy.operation = copy_operation
 
     def _make_agent(self, name: str) -> NixlAgent | UcxAgent:
@@ -562,6 +620,20 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None if model is None or model.use_mla else releases.heads_before_tokens()
 
 
+def _withhold(request: Request, num_tokens: int) -> None:
+    """Leave the last tokens of a prompt to decode."""
+    # A request for the probabilities of its prompt is computed whole here, and again by decode.
+    if request.num_prompt_tokens <= num_tokens or request.get_skip_reading_prefix_cache():
+        return
+    if request.prompt_token_ids is not None:  # perhaps shared with other samples
+        request.prompt_token_ids = request.prompt_token_ids[:-num_tokens]
+    if request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:-num_tokens]
+    del request._all_token_ids[-num_tokens:]
+    request.num_prompt_tokens -= num_tokens
+    request.max_tokens = 1  # a further step would change the state
+
+
 def _for_samples(params: KVTransferParams, request_id: str) -> KVTransferParams:
     """Say of a sample that it has siblings, which vLLM tells by the request's id alone."""
     sample = _SAMPLE.fullmatch(request_id)
@@ -583,6 +655,21 @@ def _layout(tensors: dict[str, torch.Tensor]) -> str:
     first = next(iter(tensors.values()))
     order = sorted(range(first.ndim), key=first.stride, reverse=True)
     return "".join("BHNC"[axis] for axis in order) if first.ndim == 4 else str(first.shape)
+
+
+def _check_roles(config: KVTransferConfig) -> None:
+    """Refuse, or warn of, what does not go with conversations."""
+    if config.kv_role != "kv_both":
+        raise ConfigError(
+            f"bidirectional_kv_xfer is set, but kv_role is {config.kv_role!r}; expected 'kv_both': "
+            "prefill fetches from decode what decode has of a conversation"
+        )
+    if config.kv_load_failure_policy != "recompute":
+        _log.warning(
+            "bidirectional_kv_xfer is set, but kv_load_failure_policy is %r: a turn whose blocks "
+            "decode no longer holds fails at prefill; with 'recompute' it is computed there",
+            config.kv_load_failure_policy,
+        )
 
 
 def _backends(config: VllmConfig, layers: list[str]) -> dict[str, str]:

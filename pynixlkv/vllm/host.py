@@ -16,12 +16,32 @@ if TYPE_CHECKING:
     from pynixlkv.geometry import Geometry
 
 
+class StreamFence:
+    """The work launched so far on the calling thread's stream of a device.
+
+    Any thread may query it. The device is made current for that: CUDA would otherwise make a
+    context on the first GPU for the connector's thread.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index
+        with torch.accelerator.device_index(self._index):
+            self._event = torch.Event(device.type)
+            self._event.record(torch.accelerator.current_stream())
+
+    def query(self) -> bool:
+        """Return whether the work has completed; raise if it has failed. Does not block."""
+        with torch.accelerator.device_index(self._index):
+            return bool(self._event.query())
+
+
 def work_so_far(device: torch.device | None) -> DeviceEvent | None:
-    """Return an event after all work launched on a device's current stream; None for the CPU."""
-    if device is None or device.type == "cpu":
-        return None
-    event: DeviceEvent = getattr(torch, device.type).current_stream(device).record_event()
-    return event
+    """Return a fence after all work launched on a device's current stream; None for the CPU.
+
+    vLLM launches a step's kernels on one stream of the worker's main thread. The same thread calls
+    the connector: `start_load_kv` with the previous steps launched, `save_kv_layer` with the layer.
+    """
+    return None if device is None or device.type == "cpu" else StreamFence(device)
 
 
 class BlockCopy:

@@ -54,6 +54,18 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     self_test : bool
         Before the first request from a prefill engine, test that both sides mean the same by the
         axes of their caches. Takes up to 4 MiB of the cache's memory.
+    bidirectional_kv_xfer : bool
+        On decode: hold the blocks of a finished answer, whose ``kv_transfer_params`` then are a
+        hand-off for the next turn of the conversation; prefill fetches what decode has of it. Both
+        sides need the ``kv_role`` ``"kv_both"``, and prefill ``kv_load_failure_policy``
+        ``"recompute"``.
+    conversation_blocks : int
+        Most blocks that decode holds for next turns, half of its cache if left out. The oldest
+        turns make room for new ones, and for requests.
+    decoder_kv_blocks_ttl : float
+        Longest time that decode holds blocks for a next turn.
+    kv_recompute_threshold : int
+        Prefill computes fewer tokens of a turn before than this itself.
     engine_ttl : float
         Producers that are idle for this long are forgotten.
     max_leases : int
@@ -82,6 +94,10 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     checksums: Literal["off", "sampled", "all"] = "sampled"
     checksum_fraction: _Fraction = ConnectorConfig.checksum_fraction
     self_test: bool = True
+    bidirectional_kv_xfer: bool = False
+    conversation_blocks: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    decoder_kv_blocks_ttl: _Seconds = 480.0
+    kv_recompute_threshold: Annotated[int, msgspec.Meta(ge=0)] = 64
     engine_ttl: _Seconds = 3600.0
     max_leases: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 16384
     host_buffer_blocks: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -110,9 +126,15 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
                 f"{', '.join(cls.__struct_fields__)}"
             ) from error
 
-    def connector_config(self, compatibility: Mapping[str, str]) -> ConnectorConfig:
-        """Return the options of `pynixlkv.connector`."""
+    def connector_config(
+        self, compatibility: Mapping[str, str], num_blocks: int = 0
+    ) -> ConnectorConfig:
+        """Return the options of `pynixlkv.connector`; `num_blocks` are those of the cache."""
+        held = self.conversation_blocks or num_blocks // 2
         return ConnectorConfig(
+            conversation_blocks=held if self.bidirectional_kv_xfer else 0,
+            conversation_seconds=self.decoder_kv_blocks_ttl,
+            recompute_threshold=self.kv_recompute_threshold,
             transfer_mode=self.transfer_mode,
             lease_duration=self.kv_lease_duration,
             heartbeat_interval=self.kv_heartbeat_interval,

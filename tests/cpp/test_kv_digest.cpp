@@ -76,9 +76,6 @@ TEST_CASE("what the memory does not hold is not read") {
     CHECK_ERROR("PlanError: block -1 at index 0", digests(memory, {-1, 2}, scope()));
     CHECK_ERROR("number of digests is 3, must be from 4 to 4", digests(memory, {2, 1}, scope(), 3));
     DigestScope wrong = scope();
-    wrong.num_kv = 3;
-    CHECK_ERROR("digests of K and V is 3", digests(memory, {2, 1}, wrong));
-    wrong = scope();
     wrong.turns = {{0, 0, 1}};
     CHECK_ERROR("context ranks is 0", digests(memory, {2, 1}, wrong));
     wrong.turns = {{0, 1, 0}};

@@ -284,7 +284,7 @@ TEST_CASE("a packed tensor here and a tensor per layer there, and both packed") 
     CHECK_EQ(expand(plan_of(viewed, here), {{ids, ids}}).local.size(), 1U);
     // Layers 0 and 2 only.
     Selection selection;
-    selection.layers = {{0, 1}, {2, 9}};
+    selection.layers = {{{0, 1}, {2, 9}}};
     CHECK_EQ(expand(plan_of(here, there, selection), {{ids, ids}}).local.size(), 4U);
 }
 
@@ -343,7 +343,7 @@ TEST_CASE("runs do not cross from one span into the next") {
     CHECK_EQ(extents.size(), 2U);
     CHECK(extents[1] == (Descriptor{90'000 + kBytes, kBytes, 0}));
     Selection second;
-    second.layers = {{1, 2}};
+    second.layers = {{{1, 2}}};
     const Plan part = plan_of(two_spans(10'000), two_spans(90'000), second);
     CHECK_EQ(part.extents(Side::kLocal).size(), 1U);
     CHECK_EQ(part.extents(Side::kLocal)[0].address, 10'000 + kBytes);
@@ -460,7 +460,7 @@ TEST_CASE("what is missing on the remote side is named") {
     Geometry other = hnd(90'000);
     other.groups[0].regions[0].axes[kLayer].start = 4;
     CHECK_ERROR("does not hold layer 0, kv 0, head 0, dim 0", plan_of(hnd(10'000), other));
-    selection.layers = {{7, 8}};
+    selection.layers = {{{7, 8}}};
     CHECK_ERROR("PlanError: nothing to move", plan_of(hnd(10'000), hnd(90'000), selection));
 }
 

@@ -202,7 +202,7 @@ TEST_CASE("an agent without error handling refuses one with it") {
     CHECK_THROWS(Error, driver.connect("a", a.agent->metadata(), std::nullopt));
 }
 
-TEST_CASE("forged messages write nothing outside of registered memory, and do not stop the owner") {
+TEST_CASE("forged messages write nothing, and do not stop the owner") {
     Side owner("owner", {{"TLS", "tcp"}}, false);
     Side reader("reader", {{"TLS", "tcp"}}, false);
     for (std::size_t i = 0; i < kBytes; ++i) {
@@ -216,34 +216,16 @@ TEST_CASE("forged messages write nothing outside of registered memory, and do no
         const std::uint64_t all[] = {static_cast<std::uint64_t>(values)...};
         return all[random() % std::size(all)];
     };
-    const std::uint64_t begin = owner.row(0).address;
-    const std::uint64_t end = begin + kBytes;
-    const auto place = [&] { return pick(0, begin, end - 8, end, random(), ~std::uint64_t{0}); };
-    const auto length = [&] { return pick(0, 1, 8, 16, random(), ~std::uint64_t{0}); };
     const auto worker = std::make_shared<ucx::Worker>(owner.context);
     const auto token = ucx::read_description(owner.agent->metadata()).token;
     const auto endpoint = std::make_shared<ucx::Endpoint>(
         worker, ucx::read_description(owner.agent->metadata()).address, ucx::capi::kErrorPeer);
     for (int i = 0; i < 2'000; ++i) {
-        ucx::AmRmaHeader header{.kind = static_cast<ucx::AmRmaKind>(random() % 9)};
-        header.row = static_cast<std::uint32_t>(pick(0, 1, random()));
+        ucx::MessageHeader header{.kind = static_cast<ucx::MessageKind>(random() % 9)};
         header.token = pick(token, token, token, random());
         header.connection = pick(1, random());
-        header.xfer = pick(0, 1, 2, random());
-        header.place = place();
-        header.total = length();
-        std::string data;
-        if (header.kind == ucx::AmRmaKind::kWrite) {
-            // Any peer may write inside, so only pieces that reach outside are sent.
-            data.resize(header.place == begin ? kBytes + 1 : 16U << 10U);
-        } else {
-            ByteWriter out;
-            for (std::uint64_t n = pick(0, 1, 100); n > 0; --n) {
-                out.put(pick(place(), length()));
-                out.put(pick(place(), length()));
-            }
-            data = out.take() + std::string(pick(0, 0, 3), '\0');
-        }
+        std::string data(pick(0, 1, 100, 16U << 10U), '\0');
+        std::generate(data.begin(), data.end(), [&] { return static_cast<char>(random()); });
         const std::string_view whole = ucx::make_header(header);
         const auto sent =
             ucx::Request::start(endpoint, "ucp_am_send_nbx", {}, [&](auto& completion) {

@@ -15,11 +15,13 @@ namespace {
 /// What describe() writes for two regions, written by hand: describe() itself needs a library.
 std::string description() {
     ByteWriter out;
-    out.put_raw("pnkvucx3");
+    out.put_raw("pnkvucx4");
     out.put(std::uint8_t{1});
     out.put(std::uint64_t{7});
     out.put_bytes("the worker's address");
     out.put_bytes("the host");
+    out.put(std::uint64_t{0x2000});
+    out.put_bytes("the lanes");
     out.put(std::uint32_t{2});
     for (const std::uint64_t base : {0x1000U, 0x9000U}) {
         out.put(base);
@@ -49,6 +51,8 @@ TEST_CASE("a description is read as it was written") {
     CHECK_EQ(read.token, std::uint64_t{7});
     CHECK_EQ(read.address, "the worker's address");
     CHECK_EQ(read.host, "the host");
+    CHECK_EQ(read.token_address, std::uint64_t{0x2000});
+    CHECK_EQ(read.lanes, "the lanes");
     CHECK(!is_on_this_host(read));
     CHECK_EQ(read.regions.size(), std::size_t{2});
     CHECK((read.regions[1].row == Descriptor{0x9000, 0x100, 3}));
@@ -68,11 +72,14 @@ TEST_CASE("impossible regions, addresses and counts are refused") {
                          std::string_view address = "a", std::uint32_t count = 1,
                          std::uint8_t errors = 1, std::string_view host = "") {
         ByteWriter out;
-        out.put_raw("pnkvucx3");
+        out.put_raw("pnkvucx4");
         out.put(errors);
         out.put(std::uint64_t{7});
         out.put_bytes(address);
         out.put_bytes(host);
+        out.put(std::uint64_t{0x2000});
+        out.put_bytes("");
+    out.put_bytes("the lanes");
         out.put(count);
         out.put(base);
         out.put(length);

@@ -1,6 +1,9 @@
 """Contexts, devices and drivers: what an agent does with them, and leaves alone."""
 
 import functools
+import os
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,16 +13,20 @@ from cuda_memory import (
     DevicePool,
     PrivateVmmPool,
     SecondDevicePool,
+    StreamOrderedPool,
     VmmPool,
     count,
     current,
     current_context,
     driver,
+    num_cards,
 )
 
+from pynixlkv import _loader
 from pynixlkv.errors import RegistrationError, RegistrationInUseError, TransferTimeout
 from pynixlkv.nixl import NixlAgent
 from pynixlkv.plan import TransferPlan
+from pynixlkv.testing import FakeAgent, FakeNetwork
 from pynixlkv.testing.conformance import WAIT_S
 from pynixlkv.testing.process import RunError
 from pynixlkv.testing.remote import Pool, ProcessRemote
@@ -28,6 +35,13 @@ from pynixlkv.ucx import UcxAgent
 
 BACKENDS = pytest.mark.parametrize("make", [UcxAgent, NixlAgent], ids=["ucx", "nixl"])
 BLOCKS = range(Pool.NUM_BLOCKS)
+TWO_CARDS = pytest.mark.usefixtures("two_cards")
+
+
+@pytest.fixture
+def two_cards():
+    if num_cards() < 2:
+        pytest.skip("needs two cards")
 
 
 @pytest.fixture
@@ -66,6 +80,7 @@ def check_both_ways(agent, pool, peer, remote):
 
 
 @BACKENDS
+@TWO_CARDS
 def test_threads_of_the_caller_are_left_as_they_were(make, connect):
     pool = DevicePool()
     assert current_context() is None
@@ -80,6 +95,7 @@ def test_threads_of_the_caller_are_left_as_they_were(make, connect):
         assert current_context() == mine
 
 
+@pytest.mark.stub
 @BACKENDS
 def test_what_an_agent_retains_it_releases_at_close(make, connect):
     pool, other = DevicePool(), SecondDevicePool()
@@ -103,6 +119,7 @@ def move(channel, make):
     remote.close()
 
 
+@pytest.mark.stub
 @BACKENDS
 def test_device_memory_moves_only_with_our_contexts(make, start_peer):
     start_peer(move, make, env={"CUDA_STUB_DEAF_TO": "of no library"}).finish()
@@ -115,6 +132,7 @@ def test_device_memory_moves_only_with_our_contexts(make, start_peer):
 
 
 @BACKENDS
+@TWO_CARDS
 def test_cards_of_one_agent_and_unlike_cards(make, connect):
     first, second = DevicePool(), SecondDevicePool()
     agent, remote, peer = connect(make, first)
@@ -123,19 +141,55 @@ def test_cards_of_one_agent_and_unlike_cards(make, connect):
         check_both_ways(agent, pool, peer, remote)
 
 
+@pytest.mark.stub
 @BACKENDS
-@pytest.mark.parametrize("make_pool", [VmmPool, PrivateVmmPool])
-def test_memory_of_the_vmm_functions_moves_and_is_named_if_it_is_slow(
-    make, make_pool, connect, caplog
+@pytest.mark.parametrize(
+    ("make_pool", "setting"),
+    [
+        (DevicePool, None),
+        (VmmPool, "unset expandable_segments"),
+        (PrivateVmmPool, "unset expandable_segments"),
+        (StreamOrderedPool, "unset backend:cudaMallocAsync"),
+    ],
+)
+def test_memory_of_each_kind_moves_and_is_named_if_it_is_slow(
+    make, make_pool, setting, connect, caplog
 ):
     pool = make_pool()
+    before = count("ipc open")
     agent, remote, peer = connect(make, pool, make_pool)
     check_both_ways(agent, pool, peer, remote)
-    is_named = "expandable_segments" in caplog.text
-    assert is_named is not make_pool.shareable
+    if setting is None:
+        assert count("ipc open") > before
+        assert "other processes of this host cannot reach" not in caplog.text
+    else:
+        assert count("ipc open") == before
+        assert "other processes of this host cannot reach" in caplog.text
+        assert setting in caplog.text
 
 
 @BACKENDS
+def test_managed_memory_is_refused(make, closing):
+    agent = closing(make("a"))
+    with pytest.raises(RegistrationError, match=r"managed memory .* allocate it with cudaMalloc"):
+        agent.register(DeviceArray([64], kind="managed"))
+    assert agent.registrations == ()
+
+
+@pytest.mark.stub
+@pytest.mark.parametrize(("kind", "is_named"), [("plain", False), ("vmm", True)])
+def test_memory_that_network_cards_cannot_reach_is_named(
+    kind, is_named, closing, tmp_path, monkeypatch, caplog
+):
+    agent = closing(UcxAgent("a"))
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(_loader, "_RDMA_DEVICES", tmp_path)
+    agent.register(DeviceArray([64], kind=kind))
+    assert ("the network cards mlx5_0 cannot reach" in caplog.text) is is_named
+
+
+@BACKENDS
+@TWO_CARDS
 def test_memory_from_before_and_after_the_start_of_the_library(make, connect, monkeypatch, closing):
     # The remote's pool is made before its agent, in a new process; this one after its agent.
     # Both number their cards differently.
@@ -149,6 +203,7 @@ def test_memory_from_before_and_after_the_start_of_the_library(make, connect, mo
 
 
 @BACKENDS
+@TWO_CARDS
 def test_a_wrong_device_and_memory_that_is_none_are_refused(make, closing):
     agent = closing(make("a"))
     array = DeviceArray([4096], np.uint8)
@@ -167,15 +222,43 @@ def test_a_wrong_device_and_memory_that_is_none_are_refused(make, closing):
     assert agent.registrations == ()
 
 
-def test_ways_through_the_host_are_named_with_the_bytes_of_both_sides(connect, caplog):
-    agent, _, peer = connect(UcxAgent, DevicePool())
-    assert "cuda_ipc" in peer.transports
+BYTES_PER_TOKEN = 2 * Pool.HEADS * Pool.DIM * 2
+
+
+@pytest.mark.stub
+def test_the_transports_of_a_transfer_are_in_its_result(connect, caplog):
+    pool = DevicePool()
+    agent, remote, peer = connect(UcxAgent, pool)
+    remote.fill(1)
+    assert "cuda_ipc" in read_all(agent, pool, peer).wait(WAIT_S).transports
     assert "through host memory" not in caplog.text
-    agent.close()
-    through_host = functools.partial(UcxAgent, config={"TLS": "tcp,cuda_copy"})
-    _, _, peer = connect(through_host, DevicePool(), Pool, name="slow")
-    assert "tcp" in peer.transports
-    assert "0.2 MiB of both sides, moves to and from peer 'remote' through" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("make", "their_pool", "mib"),
+    [
+        (functools.partial(UcxAgent, config={"TLS": "tcp,cuda_copy"}), Pool, "0.2"),
+        (functools.partial(NixlAgent, backend_params={"engine_config": "TLS=^cuda_ipc"}),
+         DevicePool, "0.5"),
+    ],
+    ids=["ucx", "nixl"],
+)  # fmt: skip
+def test_ways_through_the_host_are_named_with_bytes(make, their_pool, mib, connect, caplog):
+    connect(make, DevicePool(), their_pool)
+    assert f"GPU memory, {mib} MiB of both sides, moves to and from peer 'remote'" in caplog.text
+    assert re.search(r"through host memory and [a-z, ]*tcp", caplog.text)
+    assert f"{BYTES_PER_TOKEN / 1024:.1f} KiB for each token" in caplog.text
+
+
+@pytest.mark.stub
+@BACKENDS
+def test_the_log_says_at_the_start_what_is_used(make, closing, caplog):
+    caplog.set_level("INFO", "pynixlkv")
+    closing(make("a"))
+    (line,) = [each for each in caplog.messages if each.startswith(f"{make.__name__} 'a' on ")]
+    assert "host memory moves by " in line
+    assert "same host: cuda_ipc, from GPU to GPU" in line
+    assert "missing RDMA: " in line
 
 
 # ---- drivers
@@ -192,6 +275,7 @@ def register_one(channel):
     return ""
 
 
+@pytest.mark.stub
 @pytest.mark.parametrize(
     ("environment", "text"),
     [
@@ -206,6 +290,35 @@ def test_a_driver_that_does_not_start_is_named(environment, text, start_peer):
     assert "nvidia-smi" in said
 
 
+@pytest.mark.stub
+def test_a_driver_without_the_functions_that_are_needed_is_named(start_peer, tmp_path):
+    (stub,) = (Path(folder) for folder in os.environ["LD_LIBRARY_PATH"].split(":")[:1])
+    shutil.copy(stub / "libcudart.so.12", tmp_path / "libcuda.so.1")  # has none of them
+    said = start_peer(register_one, env={"LD_LIBRARY_PATH": str(tmp_path)}).finish()
+    assert "the CUDA driver is too old: " in said
+    assert "cuInit" in said
+
+
+def register_with_fake(channel):
+    """Give a FakeAgent memory of a card; return what was said, and the CUDA libraries here."""
+    with FakeAgent("a", FakeNetwork()) as agent:
+        try:
+            agent.register(MemorySpan(1 << 45, 4096, MemoryType.VRAM, 0))
+        except RegistrationError as error:
+            return str(error), cuda_libraries()
+    return "", []
+
+
+def test_a_fake_agent_refuses_device_memory_and_opens_no_driver(start_peer):
+    said, opened = start_peer(register_with_fake).finish()
+    assert "is not host memory" in said
+    assert opened == []
+
+
+def cuda_libraries():
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "libcuda" in line]
+
+
 def move_host_memory(channel):
     """Move host memory between two agents, and return the CUDA libraries of this process."""
     with UcxAgent("a") as a, UcxAgent("b") as b:
@@ -216,7 +329,7 @@ def move_host_memory(channel):
         theirs.fill(1)
         read_all(a, ours, peer).wait(WAIT_S)
         assert np.array_equal(ours.bytes, theirs.bytes)
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "libcuda" in line]
+    return cuda_libraries()
 
 
 def test_a_process_without_device_memory_opens_no_driver(start_peer):
@@ -227,6 +340,7 @@ def test_a_process_without_device_memory_opens_no_driver(start_peer):
 # ---- late copies
 
 
+@pytest.mark.stub
 @BACKENDS
 def test_a_transfer_ends_when_its_copies_have(make, connect):
     pool = DevicePool()
@@ -254,6 +368,7 @@ def test_a_transfer_ends_when_its_copies_have(make, connect):
     assert pool.bytes.tobytes() == remote.content()
 
 
+@pytest.mark.stub
 @BACKENDS
 def test_reading_device_memory_of_a_stopped_process_needs_nothing_of_it(make, connect):
     pool = DevicePool()

@@ -4,7 +4,10 @@ import json
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.stub
 def test_info_names_the_transports_of_device_memory():
     done = subprocess.run(
         [sys.executable, "-m", "pynixlkv", "info", "--json"],

@@ -5,8 +5,9 @@
 /// touch; the driver's copies reach it through a second mapping. It proves control flow, not speed.
 /// Where the driver refuses a call, so does this one. References: [C] CUDA driver API, "Context
 /// Management"; [P] "Primary Context Management"; [M] "Memory Management"; [V] "Virtual Memory
-/// Management"; [U] "Unified Addressing"; [S] "Stream Management"; [E] "Event Management" (all of
-/// CUDA 12.9), or the public report named.
+/// Management"; [U] "Unified Addressing"; [S] "Stream Management"; [E] "Event Management"; [O]
+/// "Stream Ordered Memory Allocator" (all of CUDA 12.9); [G] "Developing a Linux Kernel Module
+/// using GPUDirect RDMA"; or the public report named.
 ///
 /// Environment: CUDA_STUB_DEVICES, number of cards (default 2); CUDA_VISIBLE_DEVICES as for CUDA;
 /// CUDA_STUB_VERSION, the driver's version (default 12090); CUDA_STUB_INIT_ERROR, cuInit's result;
@@ -65,6 +66,9 @@ constexpr Address kShadow = 0x200000000000;
 constexpr int kMaxDevices = 8;
 constexpr int kPosixFd = 1;  // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
+/// How memory was allocated.
+enum class Kind { kPlain, kVmm, kPool, kManaged };
+
 int number(const char* name, int otherwise) {
     const char* text = std::getenv(name);
     return text != nullptr && *text != '\0' ? std::atoi(text) : otherwise;
@@ -80,8 +84,12 @@ void* pointer(Address address) {
 
 /// Physical memory, which may outlive the process that made it.
 struct Memory {
-    Memory(int descriptor, std::size_t bytes, int device_number, int types)
-        : fd(descriptor), size(bytes), device(device_number), handle_types(types) {}
+    Memory(int descriptor, std::size_t bytes, int device_number, int types, bool for_rdma)
+        : fd(descriptor),
+          size(bytes),
+          device(device_number),
+          handle_types(types),
+          is_rdma_capable(for_rdma) {}
     Memory(const Memory&) = delete;
     Memory& operator=(const Memory&) = delete;
     ~Memory() { ::close(fd); }
@@ -89,14 +97,16 @@ struct Memory {
     const std::size_t size;
     const int device;
     const int handle_types;
+    const bool is_rdma_capable;
 };
 
-std::shared_ptr<Memory> make_memory(std::size_t size, int device, int handle_types = 0) {
+std::shared_ptr<Memory> make_memory(std::size_t size, int device, int handle_types = 0,
+                                    bool is_rdma_capable = false) {
     const int fd = static_cast<int>(::syscall(SYS_memfd_create, "cuda stub", 1U));
     if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(size)) != 0) {
         return nullptr;
     }
-    return std::make_shared<Memory>(fd, size, device, handle_types);
+    return std::make_shared<Memory>(fd, size, device, handle_types, is_rdma_capable);
 }
 
 struct Context {
@@ -112,7 +122,7 @@ struct Range {
     unsigned long long context_id = 0;
     unsigned long long id = 0;
     int device = 0;  ///< where it is, or the device of the context that opened it
-    bool is_vmm = false;
+    Kind kind = Kind::kPlain;
     std::set<int> accessible;  ///< devices, of VMM memory
     int opened = 0;            ///< how often, of another process's memory
     std::string handle;        ///< of another process's memory
@@ -128,6 +138,7 @@ struct Stream {
     int device = 0;
     std::deque<std::function<void()>> work;
     bool is_running = false;
+    int allowed = -1;  ///< steps that may run; -1 is all
 };
 
 struct Driver {
@@ -272,7 +283,8 @@ char* side_of_copy(Address address, std::size_t length) {
         return static_cast<char*>(pointer(address));
     }
     const Range* range = find(address, length);
-    if (range == nullptr || (range->is_vmm && !range->accessible.contains(current()->device))) {
+    if (range == nullptr ||
+        (range->kind == Kind::kVmm && !range->accessible.contains(current()->device))) {
         return nullptr;
     }
     return static_cast<char*>(pointer(address + kShadow));
@@ -289,7 +301,7 @@ void run_streams() {
                 return false;
             }
             for (Stream* stream : d.streams) {
-                if (!stream->work.empty()) {
+                if (!stream->work.empty() && stream->allowed != 0) {
                     busy = stream;
                 }
             }
@@ -297,6 +309,7 @@ void run_streams() {
         });
         const auto step = std::move(busy->work.front());
         busy->work.pop_front();
+        busy->allowed -= busy->allowed > 0 ? 1 : 0;
         busy->is_running = true;
         lock.unlock();
         step();
@@ -339,6 +352,17 @@ Result copy(Address to, Address from, std::size_t length, void* handle) {
     return kSuccess;
 }
 
+Result allocate(Address* address, std::size_t size, Kind kind) {
+    const Lock lock = locked();
+    REQUIRE_CONTEXT();
+    REQUIRE(size > 0, kInvalidValue);
+    auto memory = make_memory(round_up(size, kPage), current()->device);
+    *address = memory ? add_range(std::move(memory), current()->device, current()->id) : 0;
+    REQUIRE(*address != 0, kOutOfMemory);
+    driver().ranges[*address].kind = kind;
+    return kSuccess;
+}
+
 /// CUipcMemHandle: 64 bytes that only the driver reads.
 struct IpcHandle {
     std::int32_t pid;
@@ -360,7 +384,7 @@ struct AllocationProp {
     int handle_types;
     Location location;
     void* windows;
-    unsigned char flags[8];
+    unsigned char flags[8];  ///< the second: for GPUDirect RDMA
 };
 
 struct AccessDesc {
@@ -394,15 +418,16 @@ struct Attribute {
 Attribute attribute_of(const Range& range, Address base, int attribute) {
     const auto context =
         reinterpret_cast<std::uint64_t>(&driver().contexts[static_cast<std::size_t>(range.device)]);
-    const bool is_legacy = !range.is_vmm && range.handle.empty();
+    const bool is_legacy = range.kind == Kind::kPlain && range.handle.empty();
     switch (attribute) {
-        case 1:  // CONTEXT; [U] null for memory that belongs to no context, such as VMM
-            return {8, range.is_vmm ? 0 : context};
+        case 1:  // CONTEXT; [U] null for memory that belongs to no context
+            return {8, range.kind == Kind::kVmm || range.kind == Kind::kPool ? 0 : context};
         case 2:  // MEMORY_TYPE: device
             return {4, 2};
         case 6:  // SYNC_MEMOPS
-        case 8:  // IS_MANAGED
             return {4, 0};
+        case 8:  // IS_MANAGED
+            return {4, range.kind == Kind::kManaged ? 1U : 0U};
         case 7:  // BUFFER_ID
             return {8, range.id};
         case 9:  // DEVICE_ORDINAL
@@ -417,8 +442,11 @@ Attribute attribute_of(const Range& range, Address base, int attribute) {
             return {4, 1};
         case 14:  // ALLOWED_HANDLE_TYPES
             return {8, range.memory ? static_cast<std::uint64_t>(range.memory->handle_types) : 0};
+        case 15:  // IS_GPU_DIRECT_RDMA_CAPABLE; [G] memory of cuMemAlloc; of cuMemCreate, if asked
+                  // for
+            return {4, is_legacy || (range.memory && range.memory->is_rdma_capable) ? 1U : 0U};
         case 17:  // MEMPOOL_HANDLE
-            return {8, 0};
+            return {8, range.kind == Kind::kPool ? 1U : 0U};
         default:
             return {0, 0};
     }
@@ -439,6 +467,13 @@ __attribute__((visibility("default"))) void* cudaStubView(Address address) {
 __attribute__((visibility("default"))) void cudaStubHold(int is_held) {
     const Lock lock = locked();
     driver().is_held = is_held != 0;
+    driver().changed.notify_all();
+}
+
+/// Let only some of the work of a stream run from now on, or all if the number is -1.
+__attribute__((visibility("default"))) void cudaStubAllow(void* stream, int steps) {
+    const Lock lock = locked();
+    static_cast<Stream*>(stream)->allowed = steps;
     driver().changed.notify_all();
 }
 
@@ -568,7 +603,7 @@ Result cuDevicePrimaryCtxRelease_v2(int device) {
     }
     for (auto at = d.ranges.begin(); at != d.ranges.end();) {
         const auto next = std::next(at);
-        if (!at->second.is_vmm && at->second.context_id == primary.id) {
+        if (at->second.kind != Kind::kVmm && at->second.context_id == primary.id) {
             unmap(at, false);
         }
         at = next;
@@ -655,26 +690,30 @@ Result cuCtxSetFlags(unsigned /*flags*/) {
 // ---- memory
 
 Result cuMemAlloc_v2(Address* address, std::size_t size) {
-    const Lock lock = locked();
-    REQUIRE_CONTEXT();
-    REQUIRE(size > 0, kInvalidValue);
-    auto memory = make_memory(round_up(size, kPage), current()->device);
-    *address = memory ? add_range(std::move(memory), current()->device, current()->id) : 0;
-    return *address != 0 ? kSuccess : kOutOfMemory;
+    return allocate(address, size, Kind::kPlain);
 }
 
 Result cuMemFree_v2(Address address) {
     const Lock lock = locked();
     REQUIRE_CONTEXT();
     const auto at = driver().ranges.find(address);
-    REQUIRE(at != driver().ranges.end() && !at->second.is_vmm && at->second.handle.empty(),
-            kInvalidValue);
+    REQUIRE(
+        at != driver().ranges.end() && at->second.kind != Kind::kVmm && at->second.handle.empty(),
+        kInvalidValue);
     unmap(at, false);
     return kSuccess;
 }
 
-Result cuMemAllocManaged(Address* /*address*/, std::size_t /*size*/, unsigned /*flags*/) {
-    return kNotSupported;
+Result cuMemAllocManaged(Address* address, std::size_t size, unsigned /*flags*/) {
+    return allocate(address, size, Kind::kManaged);
+}
+
+Result cuMemAllocAsync(Address* address, std::size_t size, void* stream) {
+    {
+        const Lock lock = locked();
+        REQUIRE(stream_of(stream) != nullptr, kInvalidHandle);
+    }
+    return allocate(address, size, Kind::kPool);
 }
 
 /// Fails without a context: openucx/ucx#10837.
@@ -770,14 +809,25 @@ Result cuMemcpyHtoD_v2(Address to, const void* from, std::size_t length) {
     return kSuccess;
 }
 
+Result cuMemcpyDtoH_v2(void* to, Address from, std::size_t length) {
+    const Lock lock = locked();
+    REQUIRE_CONTEXT();
+    const char* source = side_of_copy(from, length);
+    REQUIRE(source != nullptr && is_device_address(from), kInvalidValue);
+    std::memcpy(to, source, length);
+    return kSuccess;
+}
+
 // ---- memory of another process
 
 Result cuIpcGetMemHandle(void* handle, Address address) {
     const Lock lock = locked();
     REQUIRE(driver().is_initialized, kNotInitialized);
     const Range* range = find(address);
-    // [M] for memory of cuMemAlloc; openucx/ucx#10671 met its refusal of VMM memory
-    REQUIRE(range != nullptr && !range->is_vmm && range->handle.empty(), kInvalidValue);
+    // [M] for memory of cuMemAlloc; [O] not of pools; openucx/ucx#10671 met its refusal of VMM
+    // memory
+    REQUIRE(range != nullptr && range->kind == Kind::kPlain && range->handle.empty(),
+            kInvalidValue);
     IpcHandle made{};
     made.pid = ::getpid();
     made.fd = range->memory->fd;
@@ -806,7 +856,7 @@ Result cuIpcOpenMemHandle_v2(Address* address, IpcHandle handle, unsigned /*flag
         "/proc/" + std::to_string(handle.pid) + "/fd/" + std::to_string(handle.fd);
     const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
     REQUIRE(fd >= 0, kInvalidValue);
-    *address = add_range(std::make_shared<Memory>(fd, handle.size, current()->device, 0),
+    *address = add_range(std::make_shared<Memory>(fd, handle.size, current()->device, 0, false),
                          current()->device, current()->id);
     REQUIRE(*address != 0, kOutOfMemory);
     d.ranges[*address].handle = name;
@@ -841,7 +891,7 @@ Result cuMemCreate(unsigned long long* handle, std::size_t size, const Allocatio
     REQUIRE(size % kGranularity == 0 && size > 0, kInvalidValue);
     REQUIRE(is_device(prop->location.id), kInvalidDevice);
     REQUIRE((prop->handle_types & ~kPosixFd) == 0, kNotPermitted);  // no fabric here
-    auto memory = make_memory(size, prop->location.id, prop->handle_types);
+    auto memory = make_memory(size, prop->location.id, prop->handle_types, prop->flags[1] != 0);
     REQUIRE(memory != nullptr, kOutOfMemory);
     *handle = add_handle(std::move(memory));
     return kSuccess;
@@ -893,7 +943,7 @@ Result cuMemMap(Address address, std::size_t size, std::size_t offset, unsigned 
     range.memory = d.handles[handle].first;
     range.device = memory->device;
     range.id = d.next_id++;
-    range.is_vmm = true;
+    range.kind = Kind::kVmm;
     d.ranges[address] = std::move(range);
     return kSuccess;
 }
@@ -902,7 +952,7 @@ Result cuMemSetAccess(Address address, std::size_t size, const AccessDesc* acces
                       std::size_t count) {
     const Lock lock = locked();
     Range* range = find(address, size);
-    REQUIRE(range != nullptr && range->is_vmm, kInvalidValue);
+    REQUIRE(range != nullptr && range->kind == Kind::kVmm, kInvalidValue);
     for (std::size_t i = 0; i < count; ++i) {
         range->accessible.insert(access[i].location.id);
     }
@@ -912,7 +962,7 @@ Result cuMemSetAccess(Address address, std::size_t size, const AccessDesc* acces
 Result cuMemUnmap(Address address, std::size_t size) {
     const Lock lock = locked();
     const auto at = driver().ranges.find(address);
-    REQUIRE(at != driver().ranges.end() && at->second.is_vmm && at->second.size == size,
+    REQUIRE(at != driver().ranges.end() && at->second.kind == Kind::kVmm && at->second.size == size,
             kInvalidValue);
     unmap(at, true);
     return kSuccess;
@@ -922,7 +972,7 @@ Result cuMemUnmap(Address address, std::size_t size) {
 Result cuMemRetainAllocationHandle(unsigned long long* handle, void* address) {
     const Lock lock = locked();
     const Range* range = find(reinterpret_cast<Address>(address));
-    REQUIRE(range != nullptr && range->is_vmm, kInvalidValue);
+    REQUIRE(range != nullptr && range->kind == Kind::kVmm, kInvalidValue);
     *handle = add_handle(range->memory);
     return kSuccess;
 }
@@ -956,7 +1006,9 @@ Result cuMemImportFromShareableHandle(unsigned long long* handle, void* shared, 
         ::fcntl(static_cast<int>(reinterpret_cast<std::intptr_t>(shared)), F_DUPFD_CLOEXEC, 0);
     const off_t size = ::lseek(fd, 0, SEEK_END);
     REQUIRE(fd >= 0 && size > 0, kInvalidValue);
-    *handle = add_handle(std::make_shared<Memory>(fd, static_cast<std::size_t>(size), 0, kPosixFd));
+    ++driver().calls["ipc open"];
+    *handle = add_handle(
+        std::make_shared<Memory>(fd, static_cast<std::size_t>(size), 0, kPosixFd, false));
     return kSuccess;
 }
 

@@ -44,7 +44,9 @@ class Engines:
         self.count = 0
         self.producer = self.consumer = None
 
-    def make(self, mode, model, tp=(1, 1), axes=("KBHND", "KBHND"), sizes=(4, 4), **config):
+    def make(
+        self, mode, model, tp=(1, 1), axes=("KBHND", "KBHND"), sizes=(4, 4), blocks=64, **config
+    ):
         self.count += 1
         config = {"transfer_mode": mode, **config}
         for i, side in enumerate(("producer", "consumer")):
@@ -52,7 +54,7 @@ class Engines:
                 setattr(self, side, RemoteEngine())
             getattr(self, side).post(
                 "make", self.transport, f"{side}-{self.count}", model, config,
-                tp=tp[i], axes=axes[i], block_size=sizes[i], num_blocks=64,
+                tp=tp[i], axes=axes[i], block_size=sizes[i], num_blocks=blocks,
             )  # fmt: skip
         for remote in (self.producer, self.consumer):
             remote.receive()
@@ -271,3 +273,38 @@ def test_a_producer_that_dies_before_the_first_contact(engines):
     engines.kill("producer")
     consumer.fetch("d0", 0, 29, params)
     assert consumer.until(ended("d0"))["d0"] in ({"HandshakeTimeout"}, {"HandshakeError"})
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_twenty_conversations_of_three_turns(engines, mode):
+    """Held turns are fetched, those that made room for others are computed again."""
+    prefill, decode = engines.make(
+        mode, DENSE, (2, 1), ("KBHND", "KBNHD"), (4, 8), blocks=256, **PATIENT,
+        conversation_blocks=60, conversation_seconds=1e6, recompute_threshold=1,
+    )  # fmt: skip
+    lengths = {chat: 9 + chat % 5 for chat in range(20)}
+    handed = {chat: {"do_remote_decode": True} for chat in lengths}
+    fetched = recomputed = 0
+    for turn in range(3):
+        for chat in sorted(lengths, reverse=turn % 2 == 1):
+            asked, answer, num_tokens = f"p{chat}.{turn}", f"d{chat}.{turn}", lengths[chat]
+            count = prefill.fetch(asked, chat, num_tokens, handed[chat])
+            assert count == handed[chat].get("remote_num_tokens", 0)
+            if count and prefill.until(ended(asked))[asked] != "received":
+                assert prefill.ends()[asked] == {"expired"}
+                recomputed += count
+                count = 0
+            fetched += count
+            prefill.go_on(asked, num_tokens, count)
+            decode.fetch(answer, chat, num_tokens, prefill.hand_over(asked))
+            assert decode.until(ended(answer))[answer] == "received"
+            lengths[chat] += 10
+            decode.go_on(answer, lengths[chat] - 1)
+            handed[chat] = decode.hand_over(answer)
+            assert handed[chat]["remote_num_tokens"] == (lengths[chat] - 1) // 8 * 8
+    prefill.until(has([f"p{chat}.{turn}" for chat in lengths for turn in range(3)], "sent"))
+    assert fetched > recomputed > 0
+    assert fetched + recomputed == sum(
+        (9 + chat % 5 + 10 * turn - 1) // 8 * 8 for chat in range(20) for turn in (1, 2)
+    )
+    assert prefill.errors() == decode.errors() == 0

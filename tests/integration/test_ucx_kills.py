@@ -259,7 +259,7 @@ def ask_for_much(peer, config, hello, there):
 
 
 def test_an_owner_outlives_readers_that_it_owes_bytes(start_peer):
-    """Replies that wait for a full socket when the reader dies; see csrc/ucx/am_rma.hpp.
+    """Replies that wait for a full socket when the reader dies; see csrc/ucx/lane.hpp.
 
     The allocator of the owner's process fills what it hands out, so that an object in which
     something was not set does not look fine by chance.

@@ -39,3 +39,9 @@ class TestUcxWithoutErrorHandling(OnLibrary, AgentConformance):
     """The kernel notices a death when it is asked to copy memory of the dead process."""
 
     make = staticmethod(functools.partial(UcxAgent, error_handling=False))
+
+
+class TestUcxWithSeveralThreads(OnLibrary, AgentConformance):
+    """Several threads copy each transfer."""
+
+    make = staticmethod(functools.partial(UcxAgent, copy_threads=3))

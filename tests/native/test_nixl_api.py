@@ -85,6 +85,21 @@ def move(agent, handle):
     finish(agent, handle)
 
 
+def to_register(area, blocks):
+    return [(*row, "") for row in tuples(area, blocks)]
+
+
+def posix_agent(api):
+    return api.nixl_agent("a", api.nixl_agent_config(backends=["POSIX"]))
+
+
+def with_file(agent, operation, area, block, number):
+    """Make a transfer between a block of memory and the first bytes of a file."""
+    in_memory = agent.get_xfer_descs(tuples(area, [block]), "DRAM")
+    in_file = agent.get_xfer_descs([(0, BLOCK, number)], "FILE")
+    return agent.initialize_xfer(operation, in_memory, in_file, "a")
+
+
 @pytest.fixture
 def two(api):
     """Two agents that know each other, each with a registered area."""
@@ -330,8 +345,7 @@ def test_strided_lists(two):
     local = a.agent.prep_xfer_dlist("", strided, "DRAM")
     remote = a.agent.prep_xfer_dlist("b", b.area.rows(range(6), BLOCK), "DRAM")
     handle = a.agent.make_prepped_xfer("READ", local, range(6), remote, range(6))
-    a.agent.transfer(handle)
-    finish(a.agent, handle)
+    move(a.agent, handle)
     expected_blocks(a.area)[[0, 3, 6, 9, 20, 21]] = expected_blocks(b.area)[:6]
     a.area.check()
     with pytest.raises(ValueError, match="mem"):
@@ -391,8 +405,7 @@ def test_tensors_in_the_own_memory(api, torch):
     rows = agent.get_xfer_descs([tensor[i] for i in range(8)])
     targets = agent.get_xfer_descs([target[7 - i] for i in range(8)])
     handle = agent.initialize_xfer("READ", targets, rows, "a", b"self")
-    agent.transfer(handle)
-    finish(agent, handle)
+    move(agent, handle)
     assert torch.equal(target, tensor.flip(0))
     wait_for(lambda: agent.check_remote_xfer_done("a", b"se"), "the notification")
     handle.release()
@@ -417,8 +430,7 @@ def test_partial_metadata(api):
     own = Area(BLOCK, 3)
     registered = register(a, own)
     handle = a.initialize_xfer("READ", registered.trim(), lists[0].trim(), "b")
-    a.transfer(handle)
-    finish(a, handle)
+    move(a, handle)
     assert np.array_equal(own.inside, areas[0].inside)
     handle.release()
     for descs in lists:
@@ -428,8 +440,8 @@ def test_partial_metadata(api):
 def test_a_part_of_what_was_registered_together(api):
     agent = make(api, "a")
     area = Area(BLOCK * 3, 1)
-    agent.register_memory([(*row, "") for row in tuples(area, range(3))], "DRAM")
-    middle = agent.get_reg_descs([(*row, "") for row in tuples(area, [1])], "DRAM")
+    agent.register_memory(to_register(area, range(3)), "DRAM")
+    middle = agent.get_reg_descs(to_register(area, [1]), "DRAM")
     agent.deregister_memory(middle)
     with pytest.raises(api.bindings.nixlNotFoundError):
         agent.prep_xfer_dlist("", tuples(area, [1]), "DRAM")
@@ -446,9 +458,7 @@ def test_metadata_by_the_listener(api):
     }
     a, b = agents["a"], agents["b"]
     area = Area(BLOCK * 2, 1)
-    first, second = (
-        b.register_memory([(*row, "") for row in tuples(area, [i])], "DRAM") for i in range(2)
-    )
+    first, second = (b.register_memory(to_register(area, [i]), "DRAM") for i in range(2))
     a.send_local_metadata("127.0.0.1", ports["b"])
     wait_for(lambda: b.check_remote_metadata("a"), "metadata that is sent")
     b.send_partial_agent_metadata(first, True, ["UCX"], "127.0.0.1", ports["a"])
@@ -461,7 +471,7 @@ def test_metadata_by_the_listener(api):
 
 
 def test_querying_files(api, tmp_path):
-    agent = api.nixl_agent("a", api.nixl_agent_config(backends=["POSIX"]))
+    agent = posix_agent(api)
     path = tmp_path / "file"
     path.write_bytes(b"12345")
     there, missing = agent.query_memory(
@@ -475,18 +485,15 @@ def test_querying_files(api, tmp_path):
 
 @pytest.mark.parametrize("length", [0, BLOCK], ids=["whole file", "range"])
 def test_files(api, tmp_path, length):
-    agent = api.nixl_agent("a", api.nixl_agent_config(backends=["POSIX"]))
+    agent = posix_agent(api)
     area = Area(BLOCK * 2, 1)
-    memory = agent.register_memory([(*row, "") for row in tuples(area, [0, 1])], "DRAM")
+    memory = agent.register_memory(to_register(area, [0, 1]), "DRAM")
     with (tmp_path / "file").open("w+b") as file:
         number = file.fileno()
         registered = agent.register_memory([(0, length, number, "")], "FILE")
-        in_file = agent.get_xfer_descs([(0, BLOCK, number)], "FILE")
         for operation, block in (("WRITE", 0), ("READ", 1)):
-            in_memory = agent.get_xfer_descs(tuples(area, [block]), "DRAM")
-            handle = agent.initialize_xfer(operation, in_memory, in_file, "a")
-            agent.transfer(handle)
-            finish(agent, handle)
+            handle = with_file(agent, operation, area, block, number)
+            move(agent, handle)
             handle.release()
         blocks = expected_blocks(area)
         blocks[1] = blocks[0]
@@ -621,8 +628,7 @@ def test_no_telemetry(api):
     a, b = connect(api)
     lists = (a.agent.get_xfer_descs(tuples(side.area, [0]), "DRAM") for side in (a, b))
     handle = a.agent.initialize_xfer("READ", *lists, "b")
-    a.agent.transfer(handle)
-    finish(a.agent, handle)
+    move(a.agent, handle)
     with pytest.raises(api.bindings.nixlNoTelemetryError):
         a.agent.get_xfer_telemetry(handle)
 
@@ -676,8 +682,7 @@ def test_bytes_move_between_both_packages(monkeypatch, start_peer, api, target, 
     ):
         message = f"{operation} done"
         handle = agent.make_prepped_xfer(operation, local, mine, remote, others, message)
-        agent.transfer(handle)
-        finish(agent, handle)
+        move(agent, handle)
         blocks = [expected_blocks(x) for x in (area, theirs)]
         if operation == "READ":
             blocks[0][mine] = blocks[1][others]
@@ -697,8 +702,7 @@ def test_a_killed_peer_is_a_lost_connection(start_peer, api, params):
     remote = agent.prep_xfer_dlist("target", [descs[0][:3]], "DRAM")
     local = agent.prep_xfer_dlist("", [(area.inside.ctypes.data, area.inside.nbytes, 0)], "DRAM")
     handle = agent.make_prepped_xfer("READ", local, [0], remote, [0])
-    agent.transfer(handle)
-    finish(agent, handle)
+    move(agent, handle)
     peer.kill()
 
     def lost(call):
@@ -780,8 +784,7 @@ def test_a_list_may_be_released_before_its_transfers(ours):
     handle = a.agent.make_prepped_xfer("WRITE", local, [0], remote, [0])
     local.release()
     remote.release()
-    a.agent.transfer(handle)
-    finish(a.agent, handle)
+    move(a.agent, handle)
     assert np.array_equal(a.area.inside[:BLOCK], b.area.inside[:BLOCK])
     a.agent.deregister_memory(a.registered)
     handle.release()
@@ -791,8 +794,7 @@ def test_memory_may_go_before_the_lists_and_finished_transfers_on_it(api):
     a, b = connect(api)
     local, remote = prepare_one(a, b)
     handle = a.agent.make_prepped_xfer("WRITE", local, [0], remote, [0])
-    a.agent.transfer(handle)
-    finish(a.agent, handle)
+    move(a.agent, handle)
     a.agent.deregister_memory(a.registered)
     if api.which == "pynixlkv":  # NIXL follows dangling pointers
         again = register(a.agent, a.area)  # does not bring them back
@@ -820,8 +822,7 @@ def test_a_part_of_the_memory_leaves_lists_on_the_rest_alone(ours):
     with pytest.raises(ours.bindings.nixlNotFoundError, match="has been deregistered since"):
         a.agent.make_prepped_xfer("READ", lists[0], [0], remote, [0])
     handle = a.agent.make_prepped_xfer("READ", lists[2], [0, 1], remote, [1, 0])
-    a.agent.transfer(handle)
-    finish(a.agent, handle)
+    move(a.agent, handle)
     expected_blocks(area)[[2, 3]] = expected_blocks(b.area)[[1, 0]]
     area.check()
 
@@ -926,21 +927,15 @@ def test_a_running_transfer_is_kept_with_its_memory_until_it_ends(ours, start_pe
 def test_memory_is_registered_again_for_a_later_backend(api, tmp_path):
     agent = make(api, "a")
     area = Area(BLOCK * 2, 1)
-    descs = [(*row, "") for row in tuples(area, range(2))]
+    descs = to_register(area, range(2))
     agent.register_memory(descs, "DRAM")
     agent.create_backend("POSIX")
     registered = agent.register_memory(descs, "DRAM")
     with (tmp_path / "file").open("w+b") as file:
         number = file.fileno()
         in_file = agent.register_memory([(0, BLOCK, number, "")], "FILE")
-        handle = agent.initialize_xfer(
-            "WRITE",
-            agent.get_xfer_descs(tuples(area, [1]), "DRAM"),
-            agent.get_xfer_descs([(0, BLOCK, number)], "FILE"),
-            "a",
-        )
-        agent.transfer(handle)
-        finish(agent, handle)
+        handle = with_file(agent, "WRITE", area, 1, number)
+        move(agent, handle)
         assert agent.query_xfer_backend(handle) == "POSIX"
         handle.release()
         assert file.read() == area.inside[BLOCK:].tobytes()
@@ -953,39 +948,27 @@ def test_memory_is_registered_again_for_a_later_backend(api, tmp_path):
 
 @pytest.mark.parametrize("range_", [(0, BLOCK), (BLOCK, BLOCK), (0, 2 * BLOCK)], ids=str)
 def test_a_device_number_is_one_file(api, tmp_path, range_):
-    agent = api.nixl_agent("a", api.nixl_agent_config(backends=["POSIX"]))
+    agent = posix_agent(api)
     area = Area(BLOCK, 1)
-    agent.register_memory([(*row, "") for row in tuples(area, [0])], "DRAM")
+    agent.register_memory(to_register(area, [0]), "DRAM")
     agent.register_memory([(0, BLOCK, 5, f"rw,create:{tmp_path}/one")], "FILE")
     with pytest.raises(api.bindings.nixlBackendError):
         agent.register_memory([(*range_, 5, f"rw,create:{tmp_path}/two")], "FILE")
-    handle = agent.initialize_xfer(
-        "WRITE",
-        agent.get_xfer_descs(tuples(area, [0]), "DRAM"),
-        agent.get_xfer_descs([(0, BLOCK, 5)], "FILE"),
-        "a",
-    )
-    agent.transfer(handle)
-    finish(agent, handle)
+    handle = with_file(agent, "WRITE", area, 0, 5)
+    move(agent, handle)
     handle.release()
     assert (tmp_path / "one").read_bytes() == area.inside.tobytes()
     assert not (tmp_path / "two").exists()
 
 
 def test_a_failed_storage_transfer_is_a_failed_backend(api, tmp_path):
-    agent = api.nixl_agent("a", api.nixl_agent_config(backends=["POSIX"]))
+    agent = posix_agent(api)
     area = Area(BLOCK, 1)
-    agent.register_memory([(*row, "") for row in tuples(area, [0])], "DRAM")
+    agent.register_memory(to_register(area, [0]), "DRAM")
     (tmp_path / "file").write_bytes(bytes(BLOCK))
     agent.register_memory([(0, BLOCK, 5, f"ro:{tmp_path}/file")], "FILE")
-    handle = agent.initialize_xfer(
-        "WRITE",
-        agent.get_xfer_descs(tuples(area, [0]), "DRAM"),
-        agent.get_xfer_descs([(0, BLOCK, 5)], "FILE"),
-        "a",
-    )
     with pytest.raises(api.bindings.nixlBackendError):
-        move(agent, handle)
+        move(agent, with_file(agent, "WRITE", area, 0, 5))
     assert (tmp_path / "file").read_bytes() == bytes(BLOCK)
 
 

@@ -1,11 +1,13 @@
-"""Memory of the cards of tests/cuda_stub, and what its driver says."""
+"""Memory of CUDA cards without torch, and what the driver of tests/cuda_stub says."""
 
 import contextlib
 import ctypes
+import os
 from functools import cache
 
 import numpy as np
 
+from pynixlkv.testing.contents import random_bytes
 from pynixlkv.testing.remote import Pool
 
 Address = ctypes.c_ulonglong
@@ -17,10 +19,12 @@ _VMM_UNIT = 2 << 20
 def driver():
     """Return the driver, started."""
     library = ctypes.CDLL("libcuda.so.1")
-    library.cudaStubView.restype = ctypes.c_void_p
-    library.cudaStubView.argtypes = [Address]
     check(library.cuInit(0))
     return library
+
+
+IS_STUB = "cuda_stub" in os.environ.get("LD_LIBRARY_PATH", "")
+"""Whether the driver is that of tests/cuda_stub, which tests can hold up and ask."""
 
 
 def check(status):
@@ -53,33 +57,50 @@ def current_context():
     return context.value
 
 
+def num_cards():
+    number = ctypes.c_int()
+    check(driver().cuDeviceGetCount(ctypes.byref(number)))
+    return number.value
+
+
 class DeviceArray:
-    """An array in memory of a card; `view` is what the processor may look at.
+    """An array in memory of a card. `kind` is how it is allocated."""
 
-    `shareable` is None for memory of cuMemAlloc; for memory of the VMM functions, whether other
-    processes may open it.
-    """
-
-    def __init__(self, shape, dtype=np.uint16, device=0, shareable=None):
+    def __init__(self, shape, dtype=np.uint16, device=0, kind="plain"):
         self.device = device
         self.shape = tuple(shape)
         self.dtype = np.dtype(dtype)
         self.nbytes = int(np.prod(self.shape)) * self.dtype.itemsize
-        self._is_vmm = shareable is not None
-        address = Address()
+        address, size = Address(), ctypes.c_size_t(self.nbytes)
         with current(device):
-            if self._is_vmm:
-                address = self._reserve(shareable)
+            if kind == "plain":
+                check(driver().cuMemAlloc_v2(ctypes.byref(address), size))
+            elif kind == "managed":
+                check(driver().cuMemAllocManaged(ctypes.byref(address), size, 1))
+            elif kind == "pool":
+                check(driver().cuMemAllocAsync(ctypes.byref(address), size, make_stream(device)))
             else:
-                check(driver().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(self.nbytes)))
+                address = self._reserve(is_shareable=kind == "vmm")
         self.address = address.value
-        place = (ctypes.c_uint8 * self.nbytes).from_address(driver().cudaStubView(self.address))
-        self.view = np.frombuffer(place, self.dtype).reshape(self.shape)
+        self.write(np.zeros(self.shape, self.dtype))
 
-    def _reserve(self, shareable):
+    def write(self, values):
+        values = np.ascontiguousarray(values, self.dtype)
+        to, size = Address(self.address), ctypes.c_size_t(self.nbytes)
+        with current(self.device):
+            check(driver().cuMemcpyHtoD_v2(to, ctypes.c_void_p(values.ctypes.data), size))
+
+    def read(self):
+        values = np.empty(self.shape, self.dtype)
+        start, size = Address(self.address), ctypes.c_size_t(self.nbytes)
+        with current(self.device):
+            check(driver().cuMemcpyDtoH_v2(ctypes.c_void_p(values.ctypes.data), start, size))
+        return values
+
+    def _reserve(self, *, is_shareable):
         size = ctypes.c_size_t(-(-self.nbytes // _VMM_UNIT) * _VMM_UNIT)
         address, handle = Address(), Address()
-        prop = (ctypes.c_int * 8)(1, _POSIX_FD if shareable else 0, 1, self.device)
+        prop = (ctypes.c_int * 8)(1, _POSIX_FD if is_shareable else 0, 1, self.device)
         access = (ctypes.c_int * 3)(1, self.device, 3)
         check(driver().cuMemCreate(ctypes.byref(handle), size, prop, Address(0)))
         check(driver().cuMemAddressReserve(ctypes.byref(address), size, 0, Address(0), Address(0)))
@@ -106,14 +127,27 @@ class DeviceArray:
 
 
 class DevicePool(Pool):
-    """A pool in memory of the first card; its array is a view through the stub."""
+    """A pool in memory of the first card; its array is a copy."""
 
     device = 0
-    shareable: bool | None = None
+    kind = "plain"
 
     def _allocate(self, shape):
-        tensor = DeviceArray(shape, device=self.device, shareable=self.shareable)
-        return tensor.view, tensor
+        self.tensor = DeviceArray(shape, device=self.device, kind=self.kind)
+        return None, self.tensor
+
+    @property
+    def array(self):
+        return self.tensor.read()
+
+    @array.setter
+    def array(self, _):
+        pass
+
+    def fill(self, seed):
+        self.tensor.write(
+            random_bytes(self.tensor.nbytes, seed).view(np.uint16).reshape(self.tensor.shape)
+        )
 
 
 class SecondDevicePool(DevicePool):
@@ -121,8 +155,102 @@ class SecondDevicePool(DevicePool):
 
 
 class VmmPool(DevicePool):
-    shareable = True
+    kind = "vmm"
 
 
 class PrivateVmmPool(DevicePool):
-    shareable = False
+    kind = "private vmm"
+
+
+class StreamOrderedPool(DevicePool):
+    kind = "pool"
+
+
+# ---- streams
+
+
+@cache
+def make_stream(device=0):
+    """Return the stream of this process on a card for the work of an engine."""
+    stream = ctypes.c_void_p()
+    with current(device):
+        check(driver().cuStreamCreate(ctypes.byref(stream), 1))
+    return stream
+
+
+def launch(to, start, nbytes, device=0):
+    """Append a copy to the stream of a card."""
+    size = ctypes.c_size_t(nbytes)
+    with current(device):
+        check(driver().cuMemcpyAsync(Address(to), Address(start), size, make_stream(device)))
+
+
+def allow(steps=-1, device=0):
+    """Let so many steps of the stream of a card run, or all."""
+    driver().cudaStubAllow(make_stream(device), steps)
+
+
+class CardEvent:
+    """A ``torch.Event`` on the cards' streams."""
+
+    def __init__(self, device_type):
+        assert device_type == "cuda"
+        self._event = ctypes.c_void_p()
+        check(driver().cuEventCreate(ctypes.byref(self._event), 2))
+
+    def record(self, stream):
+        check(driver().cuEventRecord(self._event, stream))
+
+    def query(self):
+        assert current_context() is not None, "torch would make a context on the first card"
+        status = driver().cuEventQuery(self._event)
+        assert status in (0, 600)
+        return status == 0
+
+
+def current_stream():
+    device = ctypes.c_int()
+    check(driver().cuCtxGetDevice(ctypes.byref(device)))
+    return make_stream(device.value)
+
+
+# ---- torch
+
+
+class CardTensor:
+    """What ``torch.as_tensor`` makes of a `DeviceArray`, as far as digests use it."""
+
+    def __init__(self, array):
+        self.array, self.device = array, "cpu"
+
+    def view(self, _):
+        return self
+
+    def storage_offset(self):
+        return 0
+
+    def data_ptr(self):
+        return self.array.address
+
+    def as_strided(self, *place):
+        import torch
+
+        words = np.dtype(f"i{self.array.dtype.itemsize}")
+        return torch.from_numpy(self.array.read().reshape(-1).view(words)).as_strided(*place)
+
+
+def use_cards(monkeypatch):
+    """Let torch, which has no CUDA here, use the cards."""
+    import torch
+
+    as_tensor = torch.as_tensor
+    monkeypatch.setattr(
+        torch,
+        "as_tensor",
+        lambda data, **options: (
+            CardTensor(data) if isinstance(data, DeviceArray) else as_tensor(data, **options)
+        ),
+    )
+    monkeypatch.setattr(torch, "Event", CardEvent)
+    monkeypatch.setattr(torch.accelerator, "device_index", current)
+    monkeypatch.setattr(torch.accelerator, "current_stream", current_stream)

@@ -104,7 +104,7 @@ class ToyRank:
         dims = [sizes[letter] for letter in axes]
         self.tensors = {f"layer.{i}": np.full(dims, POISON, np.uint16) for i in self.layers}
         self.cache = KVCache.from_tensors(
-            self.tensors,
+            self.on_device(self.tensors),
             axes=axes,
             kv_heads=model.kv_heads,
             tp=(rank[1], parallel.tp),
@@ -113,6 +113,10 @@ class ToyRank:
             opaque_axes="HND" if model.packing else "",
         )
         self.metadata = worker.register_kv_caches(self.cache)
+
+    def on_device(self, tensors: dict[str, npt.NDArray[np.uint16]]) -> dict[str, Any]:
+        """Return the tensors whose bytes move: those that the processor computes in."""
+        return dict(tensors)
 
     def _by_block(self, tensor: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
         """Return a view of a layer, shape (blocks, 2 or 1, heads, block size, dim)."""
@@ -169,7 +173,8 @@ class ToyRequest:
     prompt: int
     blocks: list[int]
     num_computed: int = 0
-    sent_by: int = 0
+    until: int = 0
+    """Its KV is here, or arrives, up to this position."""
 
 
 @dataclass
@@ -186,6 +191,8 @@ class ToyEngine:
 
     `make_agent` makes the agent of a rank from its name; `fetch` replaces `Handshake`.
     """
+
+    rank_class = ToyRank
 
     def __init__(
         self,
@@ -227,7 +234,7 @@ class ToyEngine:
                     longest_gap=longest_gap,
                 )
                 self.ranks.append(
-                    ToyRank(
+                    self.rank_class(
                         model, (stage, rank), self.parallel, axes=axes, block_size=block_size,
                         num_blocks=num_blocks, agent=agent, worker=worker,
                     )
@@ -340,8 +347,17 @@ class ToyEngine:
         self.scheduler.update_state_after_alloc(
             request.info, (tuple(request.blocks),), num_computed, count
         )
-        request.num_computed = num_computed
+        request.num_computed, request.until = num_computed, num_computed + count
         return count
+
+    def go_on(self, request_id: str, until: int, begin: int | None = None) -> None:
+        """Compute a request up to a position, by default from what is there of it."""
+        request = self.requests[request_id]
+        tokens = range(request.until if begin is None else begin, until)
+        request.blocks += self.allocate(until, len(request.blocks))
+        for rank in self.ranks:
+            rank.write(request.prompt, request.blocks, tokens)
+        request.num_computed = request.until = until
 
     def finish(self, request_id: str) -> None:
         """End a request of a consumer, whatever it is at."""
@@ -356,9 +372,10 @@ class ToyEngine:
         self.free += self.requests.pop(request_id).blocks
 
     def holds(self, request_id: str) -> bool:
-        """Whether all ranks have the right KV of a request."""
+        """Whether all ranks have the right KV of a request, or of what is fetched of a turn."""
         request = self.requests[request_id]
-        tokens = range(request.info.num_prompt_tokens)
+        is_turn = request.info.params.do_remote_decode
+        tokens = range(request.until if is_turn else request.info.num_prompt_tokens)
         return all(rank.holds(request.prompt, request.blocks, tokens) for rank in self.ranks)
 
     # ---- steps

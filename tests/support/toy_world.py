@@ -17,7 +17,7 @@ from pynixlkv.testing import FakeAgent, FakeNetwork
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pynixlkv.agent import Peer, Transfer
+    from pynixlkv.agent import Agent, Peer, Transfer
     from pynixlkv.plan import TransferPlan
     from pynixlkv.types import Rank
 
@@ -78,7 +78,7 @@ class World:
         engine = self.engine_class(
             engine_id,
             model or Model(),
-            lambda name: FakeAgent(name, self.network),
+            self.make_agent,
             self._fetch,
             clock=self.clock,
             **options,  # type: ignore[arg-type]
@@ -90,11 +90,16 @@ class World:
         self.outcomes[engine_id] = Outcome()
         return engine
 
+    def make_agent(self, name: str) -> Agent:
+        """Make the agent of a rank."""
+        return FakeAgent(name, self.network)
+
     def close(self, engine_id: str) -> None:
         """End an engine as it should end."""
         engine = self.engines.pop(engine_id)
         for rank in engine.ranks:
-            self.network.resume(rank.agent.name)
+            if isinstance(rank.agent, FakeAgent):
+                self.network.resume(rank.agent.name)
         engine.close()
         del self.book[engine_id], self.outcomes[engine_id]
 

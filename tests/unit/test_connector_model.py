@@ -30,6 +30,7 @@ from pynixlkv.testing import FakeAgent
 MODEL = Model(layers=2, kv_heads=2, dim=2)
 NUM_BLOCKS = 12
 LEASE_S, BEAT_S, TIMEOUT_S = 30.0, 5.0, 20.0
+TURN_S, TURN_BLOCKS = 60.0, 7  # how long, and how many blocks of, finished turns are held
 GAP_S = 2.0  # all longer ones are pauses of an engine's process
 FAULTY = st.sampled_from(["P", "D"])
 RANK = st.integers(0, 1)
@@ -81,7 +82,10 @@ class PoisoningWorld(World):
 
 
 class KitMachine(RuleBasedStateMachine):
-    """One producer, one consumer, and what can happen to them."""
+    """One producer, one consumer, and what can happen to them.
+
+    The consumer hands finished turns over to the producer, which fetches them for the next ones.
+    """
 
     def __init__(self):
         super().__init__()
@@ -106,6 +110,9 @@ class KitMachine(RuleBasedStateMachine):
             max_leases=8,
             peer_ttl=300.0,
             checksums=checksums,
+            conversation_blocks=TURN_BLOCKS,
+            conversation_seconds=TURN_S,
+            recompute_threshold=1,
         )
         self.options = {
             "P": {"tp": tp[0], "block_size": block_sizes[0], "axes": "KBHND"},
@@ -116,7 +123,10 @@ class KitMachine(RuleBasedStateMachine):
         self.number = 0
         self.offers = []  # (prompt, num_tokens, params)
         self.samples = []  # of prompts, that are not computed yet
-        self.queued, self.open, self.here = [], set(), []  # of the consumer
+        self.turns = []  # (prompt, num_tokens, params), from the consumer
+        self.queued = {"P": [], "D": []}
+        self.open = {"P": set(), "D": set()}
+        self.here = {"P": [], "D": []}
         self.chunked = []  # prompts of the producer that are not computed to their end
         self.pauses = set()
         for role in "PD":
@@ -241,51 +251,94 @@ class KitMachine(RuleBasedStateMachine):
             del self.offers[index]
         request_id = f"d{self.new_number()}"
         self.d.arrive(request_id, prompt, num_tokens, params)
-        self.queued.append(request_id)
+        self.queued["D"].append(request_id)
 
-    @rule(pick=PICK, prefix=st.integers(0, 5), is_busy=st.booleans())
-    def schedule(self, pick, prefix, is_busy):
-        if not self.queued:
+    @rule(pick=PICK, num_new=st.integers(0, 5), is_kept=st.booleans(), is_other=st.booleans())
+    def next_turn(self, pick, num_new, is_kept, is_other):
+        if not self.turns:
             return
-        request_id = self.queued[pick % len(self.queued)]
-        request = self.d.requests[request_id]
+        index = pick % len(self.turns)
+        prompt, num_tokens, params = self.turns[index]
+        if not is_kept:
+            del self.turns[index]
+        number = self.new_number()
+        if is_other and num_new == 0:
+            prompt = number
+        self.p.arrive(f"p{number}", prompt, num_tokens + num_new, params)
+        self.queued["P"].append(f"p{number}")
+
+    @rule(pick=PICK, role=FAULTY, prefix=st.integers(0, 5), is_busy=st.booleans())
+    def schedule(self, pick, prefix, is_busy, role="D"):
+        queued, engine = self.queued[role], self.world.engines[self.alias[role]]
+        if not queued:
+            return
+        request_id = queued[pick % len(queued)]
+        request = engine.requests[request_id]
         num_tokens = request.info.num_prompt_tokens
-        if not self.d.fits(num_tokens):
+        if not engine.fits(num_tokens):
             return
-        self.queued.remove(request_id)
-        computed = min(prefix * self.d.block_size, num_tokens) if prefix < 4 else 0
-        if self.d.schedule(request_id, computed) == 0:
-            self.here.append(request_id)
+        queued.remove(request_id)
+        computed = min(prefix * engine.block_size, num_tokens) if prefix < 4 else 0
+        if engine.schedule(request_id, computed) == 0:
+            self.here[role].append(request_id)
             return
-        self.open.add(request_id)
+        self.open[role].add(request_id)
         if is_busy and computed == 0:
             # A step that is still running writes into the blocks.
-            self.d.event = self.d.event or FakeEvent()
-            blocks, engine = list(request.blocks), self.d
-            self.d.late.append((request_id, lambda: engine.poison(blocks)))
+            engine.event = engine.event or FakeEvent()
+            blocks = list(request.blocks)
+            engine.late.append((request_id, lambda: engine.poison(blocks)))
 
-    @rule(pick=PICK)
-    def reject(self, pick):
-        if self.queued:
-            self.d.finish(self.queued.pop(pick % len(self.queued)))
+    @rule(pick=PICK, role=FAULTY)
+    def reject(self, pick, role):
+        if self.queued[role]:
+            self.world.engines[self.alias[role]].finish(
+                self.queued[role].pop(pick % len(self.queued[role]))
+            )
 
-    @rule(pick=PICK)
-    def abort(self, pick):
-        if not self.open:
+    @rule(pick=PICK, role=FAULTY)
+    def abort(self, pick, role):
+        if not self.open[role]:
             return
-        request_id = sorted(self.open)[pick % len(self.open)]
-        if any(request_id == late for late, _ in self.d.late):
+        engine = self.world.engines[self.alias[role]]
+        request_id = sorted(self.open[role])[pick % len(self.open[role])]
+        if any(request_id == late for late, _ in engine.late):
             return  # an engine frees no blocks that a step of it still writes
-        self.open.remove(request_id)
-        self.d.finish(request_id)
+        self.open[role].remove(request_id)
+        engine.finish(request_id)
 
-    @rule(pick=PICK)
-    def finish(self, pick):
-        if not self.here:
+    @rule(pick=PICK, num_new=st.integers(0, 5), is_complete=st.booleans())
+    def finish(self, pick, num_new, is_complete):
+        """End an answer; one that is complete may have a next turn."""
+        if not self.here["D"]:
             return
-        request_id = self.here.pop(pick % len(self.here))
+        request_id = self.here["D"].pop(pick % len(self.here["D"]))
         assert self.d.holds(request_id), "a received request has changed"
-        self.d.finish(request_id)
+        request = self.d.requests[request_id]
+        until = request.info.num_prompt_tokens + num_new
+        needed = -(-until // self.d.block_size) - len(request.blocks)
+        if not is_complete or needed > len(self.d.free) or not self.d.scheduler.num_free_leases:
+            self.d.finish(request_id)
+            return
+        self.d.go_on(request_id, until)
+        params = self.d.hand_over(request_id)
+        if params is not None:
+            self.turns.append((request.prompt, params["remote_num_tokens"], params))
+
+    @rule(pick=PICK, is_complete=st.booleans())
+    def hand_turn_over(self, pick, is_complete):
+        """Compute the rest of a next turn's prompt."""
+        if not self.here["P"]:
+            return
+        request_id = self.here["P"].pop(pick % len(self.here["P"]))
+        assert self.p.holds(request_id), "a received turn has changed"
+        request = self.p.requests[request_id]
+        num_tokens = request.info.num_prompt_tokens
+        if not is_complete or not self.p.scheduler.num_free_leases:
+            self.p.finish(request_id)
+            return
+        self.p.go_on(request_id, num_tokens)
+        self.offers.append((request.prompt, num_tokens, self.p.hand_over(request_id)))
 
     @rule(
         num_tokens=st.integers(1, 17),
@@ -306,6 +359,25 @@ class KitMachine(RuleBasedStateMachine):
         self.settle(rounds[2])
         self.finish_late_work()
 
+    @rule(
+        num_tokens=st.integers(4, 9),
+        wait=st.sampled_from([0.0, 0.0, 31.0, 61.0]),
+        rounds=st.lists(st.integers(2, 4), min_size=3, max_size=3),
+        num_new=st.integers(1, 3),
+        is_kept=st.booleans(),
+    )
+    def talk(self, num_tokens, wait, rounds, num_new, is_kept):
+        """The usual way of a conversation."""
+        self.go(num_tokens, 0, 0.0, rounds, is_late=False)
+        self.finish(-1 % max(len(self.here["D"]), 1), num_new, is_complete=True)
+        self.settle(rounds[0])
+        self.world.clock.now += wait
+        self.next_turn(-1 % max(len(self.turns), 1), num_new, is_kept, is_other=False)
+        self.settle(rounds[1])
+        self.schedule(-1 % max(len(self.queued["P"]), 1), 0, is_busy=False, role="P")
+        self.settle(rounds[2])
+        self.hand_turn_over(-1 % max(len(self.here["P"]), 1), is_complete=True)
+
     # ---- steps and time
 
     @rule(role=FAULTY)
@@ -318,26 +390,25 @@ class KitMachine(RuleBasedStateMachine):
         before = set(engine.requests)
         new = self.world.step(engine.id)
         assert new.sent <= before
-        if role == "P":
-            assert not new.received
-            assert not new.failed
-            return
-        assert not new.sent
         for request_id in new.received:
-            assert request_id in self.open or request_id not in self.here
-            if request_id in self.open:
+            assert request_id in self.open[role] or request_id not in self.here[role]
+            if request_id in self.open[role]:
                 assert engine.holds(request_id), "wrong bytes are reported as received"
-                self.open.remove(request_id)
-                self.here.append(request_id)
+                self.open[role].remove(request_id)
+                self.here[role].append(request_id)
             else:  # it was aborted too late
                 engine._drop(request_id)
         for request_id in new.failed:
             engine.late = [item for item in engine.late if item[0] != request_id]
-            if request_id in self.open:
-                self.open.remove(request_id)
-                engine.finish(request_id)
-            else:
+            if request_id not in self.open[role]:
                 engine._drop(request_id)
+                continue
+            self.open[role].remove(request_id)
+            if role == "D":
+                engine.finish(request_id)
+            else:  # the turn is computed again
+                engine.requests[request_id].until = 0
+                self.here[role].append(request_id)
 
     @rule(rounds=st.integers(1, 6))
     def settle(self, rounds):
@@ -392,10 +463,8 @@ class KitMachine(RuleBasedStateMachine):
             self.alias[role] = f"{role}{self.life}"
         if role == "P":
             self.chunked.clear()
-        else:
-            self.queued.clear()
-            self.open.clear()
-            self.here.clear()
+        for requests in (self.queued, self.open, self.here):
+            requests[role].clear()
         self.begin_engine(role)
 
     @rule(pick=PICK, role=FAULTY, shift=st.sampled_from([0, 1, 2]))
@@ -450,29 +519,36 @@ class KitMachine(RuleBasedStateMachine):
         self.finish_late_work()
         for number, _ in self.chunked:
             self.p.hand_over(f"p{number}", is_complete=False)
-        for request_id in self.queued:  # they would be waited for
-            self.d.finish(request_id)
+        for role, engine in (("P", self.p), ("D", self.d)):
+            for request_id in self.queued[role]:  # they would be waited for
+                engine.finish(request_id)
         step = min(BEAT_S, 0.75 * self.longest_gap)
-        for _ in range(int(40 * BEAT_S / step)):
+        for _ in range(int((40 * BEAT_S + TURN_S) / step)):
             self.quiet()
-            if not self.open and not self.p.requests:
+            if not any(self.open.values()) and not self.held("P") and not self.held("D"):
                 break
             self.world.clock.now += step
         self.quiet()
         self.nothing_writes_into_free_blocks()
-        assert not self.open, f"{self.open} have no end"
-        assert not self.p.requests, f"{set(self.p.requests)} are kept for ever"
-        assert len(self.p.free) == NUM_BLOCKS
-        assert self.p.scheduler.num_free_leases == 8
-        for request_id in self.here:
-            assert self.d.holds(request_id), "a received request has changed"
-        for engine in (self.p, self.d):
+        assert not any(self.open.values()), f"{self.open} have no end"
+        for role, engine in (("P", self.p), ("D", self.d)):
+            assert not self.held(role), f"{self.held(role)} are kept for ever"
+            used = sum(len(engine.requests[request_id].blocks) for request_id in self.here[role])
+            assert len(engine.free) == NUM_BLOCKS - used
+            assert engine.scheduler.num_free_leases == 8
+            assert engine.scheduler._num_turn_blocks == 0
+            for request_id in self.here[role]:
+                assert engine.holds(request_id), "a received request has changed"
             assert not engine._reports, "not all ranks have reported"
             for rank in engine.ranks:
                 seen = rank.worker.stats.snapshot()
                 assert seen.events.get("errors", 0) == 0
                 assert (seen.receiving, seen.lease_checks, seen.pushes) == (0, 0, 0)
-        assert not self.d.scheduler._receiving
+            assert not engine.scheduler._receiving
+
+    def held(self, role):
+        """Requests whose blocks an engine keeps after their end."""
+        return self.world.engines[self.alias[role]].requests.keys() - {*self.here[role]}
 
     def quiet(self):
         idle = 0

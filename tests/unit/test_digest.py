@@ -393,7 +393,7 @@ def test_scopes_of_another_cache_are_refused() -> None:
     (scope,) = clean.scopes
     cases: list[tuple[dict[str, Any], str]] = [
         ({"group": "other"}, "no table for group 'other'"),
-        ({"has_values": False}, "has_values \\[False\\] cannot be made here"),
+        ({"planes": 1}, "planes \\[1\\] cannot be made here"),
     ]
     for changes, text in cases:
         with pytest.raises(PlanError, match=text):

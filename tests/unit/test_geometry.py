@@ -56,7 +56,7 @@ def test_a_tensor_per_layer() -> None:
     group = only(made)
     assert (group.name, group.dtype, group.element_bytes) == ("kv", "float16", 2)
     assert (group.block_size, group.num_blocks, group.head_dim) == (8, 5, 16)
-    assert (group.kv_heads, group.heads, group.has_values) == (8, range(4, 8), True)
+    assert (group.kv_heads, group.heads, group.planes) == (8, range(4, 8), 2)
     assert group.layers == (4, 6)
     assert group.block_tokens == 8
     a, b = group.regions
@@ -90,7 +90,7 @@ def test_every_order_of_axes(axes: str) -> None:
 
 def test_latents_are_whole_on_every_rank() -> None:
     group = only(cache("BND", kv_heads=None, tp=(3, 8)))
-    assert (group.kv_heads, group.heads, group.has_values) == (None, range(1), False)
+    assert (group.kv_heads, group.heads, group.planes) == (None, range(1), 1)
     assert only(cache("BND", kv_heads=None)).regions[0].head == Axis()
     named = KVCache.from_tensors({"x": array("BND")}, axes="MLA", kv_heads=None)
     assert only(named).block_size == 8
@@ -128,7 +128,7 @@ def test_keys_and_values_in_tensors_of_their_own() -> None:
     keys, values = only(made).regions
     assert (keys.kv, values.kv) == (Axis(0, 1, 0), Axis(1, 1, 0))
     assert (keys.address, values.address) == (address(k), address(v))
-    assert only(made).has_values
+    assert only(made).planes == 2
 
 
 def test_layers_of_a_packed_tensor_may_have_gaps() -> None:
@@ -593,7 +593,7 @@ def changed(geometry: Geometry, **fields) -> bytes:
     [
         ({"num_blocks": 6}, "has 5 blocks of 8 tokens, its group 6 of 8"),
         ({"kv_heads": 2}, "head axis is 0 to 3; expected 0 to 1"),
-        ({"has_values": False}, "kv axis is 0 to 1; expected 0 to 0"),
+        ({"planes": 1}, "kv axis is 0 to 1; expected 0 to 0"),
         ({"head_dim": 15}, "dim axis is 0 to 15; expected 0 to 14"),
         ({"tp": [1, 1]}, "rank 1 is not in a group of 1"),
         ({"dcp": [2, 2]}, "context ranks is 2"),
@@ -634,7 +634,7 @@ def test_differences_name_the_field_and_both_values() -> None:
         ("kv.dtype", "float16", "float32"),
         ("kv.element_bytes", 2, 4),
         ("kv.head_dim", 16, 8),
-        ("kv.has_values", True, False),
+        ("kv.planes", 2, 1),
         ("kv.opaque_axes", [], ["H"]),
         ("kv.has_tokens", True, False),
     ]

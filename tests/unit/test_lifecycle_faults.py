@@ -814,6 +814,9 @@ def test_a_bad_hand_off_has_fixed_bounds():
     for change in ({"tp_size": 65536}, {"tp_size": 4096, "pp_size": 2}, {"pp_size": 4097}):
         with pytest.raises(ConfigError, match="4096"):
             KVTransferParams.from_dict(change)
+    for text in ("é" * 257, "half of a pair: \ud800"):
+        with pytest.raises(ConfigError, match="expected at most 512 bytes of UTF-8"):
+            KVTransferParams.from_dict({"remote_request_id": text})
 
 
 class Blocked:

@@ -289,6 +289,39 @@ def test_describe() -> None:
         same.describe([0])
 
 
+def test_descriptors_into_buffers_of_the_caller() -> None:
+    here, there = Made("KBHND"), Made("KBNHD")
+    plan = TransferPlan(here.geometry, there.geometry)
+    tables = [0, 1, 3], [2, 3, 5]
+    expected = plan.descriptors(*tables)
+    out = (np.full((1000, 3), 7, np.uint64), np.full((999, 3), 7, np.uint64))
+    for _ in range(2):
+        rows = plan.descriptors(*tables, out=out)
+        for got, buffer, wanted in zip(rows, out, expected, strict=True):
+            assert got.base is buffer
+            assert np.array_equal(got, wanted)
+            assert (buffer[-1] == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ((np.zeros((1, 3), np.uint64), np.zeros((9, 3), np.uint64)), "out has 1 rows; .* up to"),
+        ((np.zeros((9, 2), np.uint64),) * 2, r"\(n, 3\), not uint64 \(9, 2\)"),
+        ((np.zeros((9, 3), np.int64),) * 2, "not int64"),
+        ((np.zeros((3, 9), np.uint64).T,) * 2, "C-contiguous"),
+        (([], []), "not list"),
+        ((np.zeros((9, 3), np.uint64),) * 2, "do not overlap"),
+        ((np.zeros((9, 3), np.uint64),), "two arrays"),
+    ],
+)
+def test_buffers_that_do_not_fit(out, message) -> None:
+    same = Made("KBHND")
+    plan = TransferPlan(same.geometry, same.geometry)
+    with pytest.raises(PlanError, match=message):
+        plan.descriptors([0, 2, 4], [0, 2, 4], out=out)
+
+
 def test_physical_blocks() -> None:
     assert physical_blocks([3, 5], 4).tolist() == [12, 13, 14, 15, 20, 21, 22, 23]
     assert physical_blocks([], 2).tolist() == []

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import random
 import struct
 
 import msgspec
 import numpy as np
 import pytest
+from mutations import mutate
 
 from pynixlkv import wire
 from pynixlkv._secret import check_secret
+from pynixlkv.connector import messages
+from pynixlkv.connector.metadata import Lease, ParallelSizes
 from pynixlkv.errors import ConfigError, HandshakeError, ProtocolVersionError, WireError
 from pynixlkv.geometry import KVCache
+from pynixlkv.handshake import message
 from pynixlkv.hello import Hello
 from pynixlkv.types import MemorySpan, MemoryType
+
+ENVELOPE = message.Envelope(wire.VERSION, "prefill", {"model": "m"}, b"payload")
 
 
 class Note(msgspec.Struct):
@@ -50,26 +58,31 @@ def test_ten_thousand_mutations_are_all_refused(secret):
     good = HELLO.seal(secret)
     rng = random.Random(7)
     for _ in range(10_000):
-        bad = bytearray(good)
-        for _ in range(rng.randint(1, 3)):
-            kind = rng.randrange(6)
-            at = rng.randrange(len(bad)) if bad else 0
-            if kind == 0 and bad:
-                bad[at] ^= 1 << rng.randrange(8)
-            elif kind == 1:
-                del bad[at:]
-            elif kind == 2:
-                bad += rng.randbytes(rng.randint(1, 40))
-            elif kind == 3:
-                bad[at:at] = rng.randbytes(rng.randint(1, 9))
-            elif kind == 4:
-                del bad[at : at + rng.randint(1, 9)]
-            else:
-                bad[at : at + 8] = rng.randbytes(8)
-        if bytes(bad) == good:
-            continue
         with pytest.raises(HandshakeError):
-            Hello.unseal(bytes(bad), secret)
+            Hello.unseal(mutate(good, rng), secret)
+
+
+PUSH = messages.Push(
+    messages.ConsumerRank("decode", (0, 1), ParallelSizes(1, 2)), 7, "r", Lease(1, 2),
+    ((1, 2),), (0,), (16,), 32,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("read", "good"),
+    [
+        (messages.decode, messages.encode(PUSH)),
+        (functools.partial(message.decode, kind=message.Envelope), message.encode(ENVELOPE)),
+    ],
+    ids=["connector", "handshake"],
+)
+def test_damaged_messages_are_read_or_refused(read, good):
+    rng = random.Random(8)
+    for _ in range(10_000):
+        with contextlib.suppress(WireError):
+            read(mutate(good, rng))
+    with pytest.raises(WireError, match="does not decode"):
+        read(b"\x91" * 100_000)  # nested too deeply
 
 
 def test_a_digest_made_without_the_secret_is_refused():

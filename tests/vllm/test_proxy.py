@@ -25,6 +25,11 @@ pytestmark = pytest.mark.timeout(900)
 
 ROOT = Path(__file__).parents[2]
 NAME = "small"
+ROLE = re.compile(r'"kv_role": "\w+"')
+CONVERSATIONS = (
+    '"kv_role": "kv_both", "kv_load_failure_policy": "recompute", '
+    '"kv_connector_extra_config": {"bidirectional_kv_xfer": true}'
+)
 
 
 class Service:
@@ -126,9 +131,9 @@ def guide(model, tmp_path_factory):
     return guide
 
 
-@pytest.fixture(scope="module")
-def services(guide):
-    """The prefill server, the decode server, and the proxy."""
+@contextlib.contextmanager
+def serving(guide, settings=None):
+    """The prefill server, the decode server, and the proxy, of the guide or with other settings."""
     started = []
     try:
         for block, port, path in (
@@ -136,7 +141,8 @@ def services(guide):
             (guide.decode, "8200", "/health"),
             (guide.proxy, "8000", "/"),
         ):
-            started.append(guide.start(block, port, port))
+            text = block if settings is None else ROLE.sub(settings, block)
+            started.append(guide.start(text, port, port))
             started[-1].wait(path)
         yield started
     finally:
@@ -144,18 +150,25 @@ def services(guide):
             service.close()
 
 
-def post(url, body):
+@pytest.fixture(scope="module")
+def services(guide):
+    """The servers and the proxy of the guide."""
+    with serving(guide) as started:
+        yield started
+
+
+def post(url, body, headers=()):
     """Post JSON; returns the lines of the answer as they come."""
     request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        url, json.dumps(body).encode(), {"Content-Type": "application/json", **dict(headers)}
     )
     with urllib.request.urlopen(request, timeout=120) as answer:
         yield from (line.decode().strip() for line in answer)
 
 
-def ask(proxy, prompt, **more):
+def ask(proxy, prompt, headers=(), **more):
     body = {"model": NAME, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
-    return post(f"{proxy.url}/v1/completions", {**body, "ignore_eos": True, **more})
+    return post(f"{proxy.url}/v1/completions", {**body, "ignore_eos": True, **more}, headers)
 
 
 def words(tokens):
@@ -361,3 +374,24 @@ def test_an_error_of_a_server_reaches_who_asked(services, prompt):
     assert caught.value.code == 404
     assert "another" in caught.value.read().decode()
     caught.value.close()
+
+
+def test_the_next_turn_of_a_conversation_is_fetched_from_decode(guide, services):
+    for service in services:
+        service.close()  # its ports are used again
+    with serving(guide, CONVERSATIONS) as (prefill, _, proxy):
+        (prompt,) = make_prompts([200], 21)
+        chat = {"X-Conversation-Id": "chat"}
+        (line,) = ask(proxy, prompt, chat, max_tokens=200)
+        assert "kv_transfer_params" not in json.loads(line)
+        (words,) = texts([line])
+        prompt += [*(int(word.removeprefix("t")) for word in words), 9, 8, 7]
+        received = "vllm:pynixlkv_requests_received_total"
+        external = (
+            'vllm:prompt_tokens_by_source_total{engine="0",model_name="small",source="external'
+        )
+        before = counted(prefill, received), counted(prefill, external)
+        (line,) = ask(proxy, prompt, chat)
+        assert counted(prefill, received) - before[0] == 1
+        assert counted(prefill, external) - before[1] == 384 - 128  # it has the first block itself
+        assert len(texts([line])[0]) == MAX_TOKENS

@@ -22,19 +22,27 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from pynixlkv.connector.worker import Finished
+from pynixlkv.errors import ConfigError
 from pynixlkv.vllm import PyNixlKVConnector, releases
 from pynixlkv.vllm.content import content_digest
 
 pytestmark = pytest.mark.ci
 
 BLOCK, BLOCKS = 32, 21  # the first block is vLLM's null block
-PRODUCER, CONSUMER = "kv_producer", "kv_consumer"
+PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
 HASH = get_hash_fn_by_name("sha256")
 
 
@@ -63,7 +71,7 @@ def base(tmp_path_factory):
 class Side:
     """A scheduler, and what its workers tell it."""
 
-    def __init__(self, base, role, policy="fail", **extra):
+    def __init__(self, base, role, policy="fail", group=None, **extra):
         self.config = copy.copy(base)
         self.config.cache_config = copy.copy(base.cache_config)
         self.config.cache_config.num_gpu_blocks = BLOCKS
@@ -80,14 +88,23 @@ class Side:
             block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32
         )
         layers = [f"model.layers.{i}.self_attn.attn" for i in range(2)]
-        self.caches = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(layers, spec)])
+        groups = [KVCacheGroupSpec(layers, spec)]
+        if group is not None:
+            groups.append(KVCacheGroupSpec(["model.layers.2.mixer"], group))
+            self.config.cache_config.enable_prefix_caching = False
+        self.caches = KVCacheConfig(BLOCKS, [], groups)
         self.scheduler = Scheduler(
-            self.config, self.caches, StructuredOutputManager(self.config), BLOCK
+            self.config,
+            self.caches,
+            StructuredOutputManager(self.config),
+            max(each.kv_cache_spec.block_size for each in groups),
+            BLOCK,
         )
         self.scheduler.connector._side.address = ("127.0.0.1", 5600)
 
-    def add(self, request_id, length, params=None, max_tokens=1, first=3, **more):
-        """Queue a request for a prompt whose tokens follow from its first one."""
+    def add(self, request_id, length, params=None, max_tokens=1, first=3, tokens=None, **more):
+        """Queue a request for a prompt whose tokens follow from its first one, or are given."""
+        tokens = tokens or [first + i for i in range(length)]
         sampling = SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=True,
@@ -96,7 +113,7 @@ class Side:
         )
         request = Request(
             request_id,
-            None if "prompt_embeds" in more else [first + i for i in range(length)],
+            None if "prompt_embeds" in more else tokens,
             sampling,
             None,
             block_hasher=get_request_block_hasher(BLOCK, HASH),
@@ -163,6 +180,14 @@ class Side:
         )
 
 
+ATTENTION = {"block_size": BLOCK, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
+STATE = MambaSpec(block_size=1024, shapes=((3, 64), (4, 8, 4)), dtypes=(torch.float32,) * 2)
+LOCAL = {
+    "window": SlidingWindowSpec(**ATTENTION, sliding_window=33),
+    "chunk": ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64),
+}
+
+
 def hand_over(base, length, request_id="p-1", first=3, **extra):
     """Prefill a prompt; returns the producer, which keeps it, and its parameters."""
     producer = Side(base, PRODUCER, **extra)
@@ -205,6 +230,69 @@ def test_a_hand_off_names_requests_as_each_side_does(base, decode):
     decode.check_that_nothing_is_left()
     producer.step(sent={"p-a1b2"})
     producer.check_that_nothing_is_left()
+
+
+@pytest.mark.parametrize("length", [2, 64, 65, 70])
+def test_state_is_handed_over_as_it_is_before_the_last_token(base, length):
+    producer, params = hand_over(base, length, group=STATE)
+    blocks = -(-(length - 1) // BLOCK)
+    assert params["remote_num_tokens"] == length - 1
+    assert [len(table) for table in params["remote_block_ids"]] == [blocks, 1]
+    decode = Side(base, CONSUMER, group=STATE)
+    decode.add("d", length, params, max_tokens=2)
+    message, _ = decode.step()
+    fetched = message.connector.reqs_to_recv["d"]
+    assert fetched.num_tokens == length - 1
+    assert [len(table) for table in fetched.blocks] == [blocks, 1]
+    decode.step(received={"d"})
+    _, outputs = decode.step()
+    assert outputs["d"].new_token_ids == [5]
+    decode.run()
+    decode.check_that_nothing_is_left()
+    producer.step(sent={"p-1"})
+    producer.check_that_nothing_is_left()
+
+
+def test_a_prompt_of_one_token_is_computed_where_state_is_wanted(base):
+    _, params = hand_over(base, 1, group=STATE)
+    decode = Side(base, CONSUMER, group=STATE)
+    decode.add("d", 1, params)
+    message, outputs = decode.run()
+    assert not message.connector.reqs_to_recv
+    assert "d" in message.connector.reqs_to_release
+    assert outputs["d"].new_token_ids == [5]
+
+
+@pytest.mark.parametrize("length", [64, 65, 96, 128, 130])
+@pytest.mark.parametrize("kind", LOCAL)
+def test_what_the_last_token_sees_is_fetched_where_attention_is_local(base, kind, length):
+    _, params = hand_over(base, length, group=LOCAL[kind])
+    decode = Side(base, CONSUMER, group=LOCAL[kind])
+    decode.add("d", length, params, max_tokens=2)
+    message, _ = decode.step()
+    fetched = message.connector.reqs_to_recv["d"]
+    last = length - 1
+    first = {"window": max(last - 32, 0), "chunk": last // 64 * 64}[kind]
+    assert params["remote_num_tokens"] == fetched.num_tokens == last
+    assert params["remote_starts"][1] <= fetched.starts[1] <= first
+    for tables in (params["remote_block_ids"], fetched.blocks):
+        assert len(tables[1]) == -(-last // BLOCK) - first // BLOCK
+    decode.step(received={"d"})
+    _, outputs = decode.step()
+    assert outputs["d"].new_token_ids == [5]
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"), [("layerwise", "layerwise is set"), ("pcp", "context_parallel_size is 2")]
+)
+def test_settings_under_which_a_cache_cannot_be_moved_stop_the_server(base, setting, words):
+    config = copy.copy(base)
+    if setting == "pcp":
+        config.parallel_config = copy.copy(base.parallel_config)
+        config.parallel_config.prefill_context_parallel_size = 2
+    extra = {"transfer_mode": "push", "layerwise": True} if setting == "layerwise" else {}
+    with pytest.raises(ConfigError, match=words):
+        Side(config, PRODUCER, group=STATE, **extra)
 
 
 def test_samples_of_one_request_are_readers_of_one_lease(base, decode):
@@ -686,3 +774,96 @@ def test_a_step_that_a_worker_cannot_begin_fails_its_requests_only(base, params,
         assert results_of(worker) == ({"d-1"}, {"d-1"}, {"p-1"})
     worker._worker.finished.received.add("d-2")
     assert results_of(worker) == ({"d-2"}, set(), set())
+
+
+def first_turn(base, length=70, max_tokens=60, **extra):
+    """Both engines after a turn, its tokens, and the hand-off for the next one."""
+    extra["bidirectional_kv_xfer"] = True
+    prefill, params = hand_over(base, length)
+    decode = Side(base, BOTH, "recompute", **extra)
+    decode.add("d-1", length, params, max_tokens=max_tokens)
+    decode.step()
+    decode.step(received={"d-1"})
+    prefill.step(sent={"p-1"})
+    for _ in range(max_tokens):
+        _, outputs = decode.run()
+        if outputs["d-1"].finish_reason is not None:
+            return (
+                prefill,
+                decode,
+                [*range(3, 3 + length), *[5] * max_tokens],
+                (outputs["d-1"].kv_transfer_params),
+            )
+    raise AssertionError("the turn has no end")
+
+
+def test_a_finished_answer_is_held_for_the_next_turn_which_prefill_fetches(base):
+    prefill, decode, tokens, params = first_turn(base)
+    assert (params["do_remote_prefill"], params["do_remote_decode"]) == (False, True)
+    assert params["remote_num_tokens"] == 128  # the last of 130 tokens has no KV
+    message, _ = decode.step()
+    assert [list(message.connector.reqs_to_send["d-1"].blocks[0])] == params["remote_block_ids"]
+    assert decode.num_free == BLOCKS - 1 - 5
+    assert not decode.scheduler.has_requests()  # vLLM makes no steps for it
+
+    prefill.add("p-2", 0, {**params, "do_remote_prefill": False}, tokens=[*tokens, 7, 8, 9])
+    message, _ = prefill.step()
+    fetched = message.connector.reqs_to_recv["p-2"]
+    assert (fetched.starts, len(fetched.blocks[0]), fetched.num_tokens) == ((64,), 2, 128)
+    prefill.step(received={"p-2"})
+    _, outputs = prefill.run()
+    assert outputs["p-2"].kv_transfer_params["remote_num_tokens"] == 133
+    decode.add("d-2", 0, outputs["p-2"].kv_transfer_params, tokens=[*tokens, 7, 8, 9])
+    message, _ = decode.step(sent={"d-1"})
+    assert message.connector.reqs_to_recv["d-2"].starts == (128,)  # decode has what it had
+    decode.step(received={"d-2"})
+    decode.run()
+    decode.step(sent={"d-2"})
+    prefill.step(sent={"p-2"})
+    for side in (prefill, decode):
+        side.check_that_nothing_is_left()
+
+
+def test_a_turn_whose_blocks_are_gone_or_of_other_tokens_is_computed_by_prefill(base):
+    _, _, tokens, params = first_turn(base)
+    prefill = Side(base, BOTH, "recompute")
+    prefill.add("p-2", 0, params, tokens=[*tokens, 7])
+    prefill.step()
+    prefill.step(failed={"p-2"})
+    prefill.add("p-3", 0, params, tokens=[*tokens[:100], 7, *tokens[101:]])
+    made = {}
+    while len(made) < 2:
+        message, outputs = prefill.run()
+        assert not message.connector.reqs_to_recv
+        made |= {name: o.kv_transfer_params["remote_num_tokens"] for name, o in outputs.items()}
+    assert made == {"p-2": 131, "p-3": 130}
+    prefill.step(sent=made.keys())
+    prefill.check_that_nothing_is_left()
+
+
+def test_held_turns_give_way_to_requests_that_need_their_blocks(base):
+    _, decode, _, _ = first_turn(base)
+    decode.step()
+    decode.add("big", 16 * BLOCK, first=1000)
+    message, _ = decode.step()
+    assert message.connector.reqs_to_end.keys() == {"d-1"}
+    message, _ = decode.step(sent={"d-1"})
+    assert not message.connector
+    decode.run()
+    decode.step()
+    decode.check_that_nothing_is_left()
+
+
+def test_a_reset_of_the_cache_releases_held_turns(base):
+    _, decode, _, _ = first_turn(base)
+    assert not decode.scheduler.reset_connector_cache()
+    message, _ = decode.step()
+    assert message.connector.reqs_to_end.keys() == {"d-1"}
+    decode.step(sent={"d-1"})
+    assert decode.scheduler.reset_connector_cache()
+    decode.check_that_nothing_is_left()
+
+
+def test_conversations_need_both_roles(base):
+    with pytest.raises(ConfigError, match="expected 'kv_both'"):
+        Side(base, CONSUMER, bidirectional_kv_xfer=True)

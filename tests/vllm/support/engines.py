@@ -86,6 +86,138 @@ def make_prompts(lengths, seed):
 
 # ---- in the child
 
+_SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # With the usual 0.02 the last token alone decides what comes next.
+    "initializer_range": 0.1,
+}
+
+# The names of a model's classes in transformers, without their endings, and its settings.
+MODELS = {
+    "llama": ("Llama", "Llama", {"num_hidden_layers": 3, "tie_word_embeddings": False}),
+    # Latents of the one size that the CPU's kernel knows, and no experts.
+    "deepseek": (
+        "DeepseekV2",
+        "DeepseekV2",
+        {
+            "num_key_value_heads": 8,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 3,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "tie_word_embeddings": False,
+        },
+    ),
+    # Every other layer sees a window only: two groups, each with a block table of its own.
+    "gemma": (
+        "Gemma3Text",
+        "Gemma3",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "pad_token_id": 0,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    # Layers with a window have 4 KV heads, the others 2 of twice the size.
+    "gemma4": (
+        "Gemma4Text",
+        "Gemma4",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "global_head_dim": 64,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "pad_token_id": 0,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    # Attention within chunks of tokens, but for every other layer.
+    "llama4": (
+        "Llama4Text",
+        "Llama4",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "intermediate_size_mlp": 512,
+            "interleave_moe_layer_step": 5,
+            "moe_layers": [],
+            "num_local_experts": 2,
+            "attention_chunk_size": 128,
+            "no_rope_layers": [1, 0] * 2,
+            "pad_token_id": 0,
+        },
+    ),
+    # One layer of attention among layers with state; every rank has B and C of the one group.
+    "mamba2": (
+        "GraniteMoeHybrid",
+        "GraniteMoeHybrid",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 512,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 16,
+            "mamba_d_head": 32,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 32,
+            "mamba_expand": 2,
+            "pad_token_id": 0,
+        },
+    ),
+    "mamba1": (
+        "Jamba",
+        "Jamba",
+        {
+            "num_hidden_layers": 3,
+            "attn_layer_offset": 1,
+            "attn_layer_period": 3,
+            "expert_layer_offset": 5,
+            "expert_layer_period": 6,
+            "num_experts": 1,
+            "mamba_d_state": 16,
+            "mamba_expand": 2,
+            "mamba_dt_rank": 16,
+            "pad_token_id": 0,
+        },
+    ),
+    "gdn": (
+        "Qwen3Next",
+        "Qwen3Next",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "mlp_only_layers": [0, 1, 2],
+            "num_experts": 2,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 128,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+        },
+    ),
+}
+
 
 def write_model(channel, kind, path):
     """Write a small model with random weights, whose greedy tokens depend on the whole prompt."""
@@ -93,47 +225,9 @@ def write_model(channel, kind, path):
     import transformers
 
     torch.manual_seed(0)
-    shape = {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 2048,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        # With the usual 0.02 the last token alone decides what comes next.
-        "initializer_range": 0.1,
-    }
-    if kind == "llama":
-        config = transformers.LlamaConfig(**shape, num_hidden_layers=3, tie_word_embeddings=False)
-        model = transformers.LlamaForCausalLM(config)
-    elif kind == "deepseek":
-        # Latents of the one size that the CPU's kernel knows, and no experts.
-        shape["num_key_value_heads"] = shape["num_attention_heads"]
-        config = transformers.DeepseekV2Config(
-            **shape,
-            num_hidden_layers=3,
-            first_k_dense_replace=3,
-            q_lora_rank=None,
-            kv_lora_rank=512,
-            qk_rope_head_dim=64,
-            qk_nope_head_dim=32,
-            v_head_dim=32,
-            tie_word_embeddings=False,
-        )
-        model = transformers.DeepseekV2ForCausalLM(config)
-    else:
-        # Every other layer sees a window only: two groups, each with a block table of its own.
-        config = transformers.Gemma3TextConfig(
-            **shape,
-            num_hidden_layers=4,
-            head_dim=32,
-            pad_token_id=0,
-            sliding_window=64,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-        )
-        model = transformers.Gemma3ForCausalLM(config)
+    of_config, of_model, settings = MODELS[kind]
+    config = getattr(transformers, f"{of_config}Config")(**{**_SHAPE, **settings})
+    model = getattr(transformers, f"{of_model}ForCausalLM")(config)
     model.to(torch.float32).save_pretrained(path)
     write_tokenizer(path)
 
@@ -400,12 +494,12 @@ def make_model(kind, path):
     return path
 
 
-def answer_plainly(model, folder, **options):
+def answer_plainly(model, folder, lengths=LENGTHS, **options):
     """Prompts by length, and the tokens that an engine without a connector makes of them."""
     cluster = Cluster(model, folder)
     try:
         plain = cluster.start("plain", **options)
-        prompts = make_prompts(LENGTHS, 1)
+        prompts = make_prompts(lengths, 1)
         plain.start_generating(prompts)
         answers = plain.answers()
     finally:

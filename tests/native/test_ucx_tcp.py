@@ -1,4 +1,4 @@
-"""AM-RMA: memory whose owner answers gets and puts by messages, over tcp."""
+"""Host memory over tcp: its owner serves it through lanes."""
 
 import numpy as np
 import pytest

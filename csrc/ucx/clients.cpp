@@ -1,0 +1,125 @@
+#include "ucx/clients.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+
+#include "ucx/address.hpp"
+
+namespace pynixlkv::ucx {
+
+namespace {
+
+/// Number of closed clients to remember, and of clients that may be unopened.
+constexpr std::size_t kMaxGone = 1024;
+constexpr std::size_t kMaxClients = 1U << 14U;
+
+}  // namespace
+
+std::string_view make_header(const MessageHeader& header) {
+    return {reinterpret_cast<const char*>(&header), sizeof header};
+}
+
+std::optional<MessageHeader> read_header(std::string_view bytes) {
+    if (bytes.size() != sizeof(MessageHeader)) {
+        return std::nullopt;
+    }
+    MessageHeader header{};
+    std::memcpy(&header, bytes.data(), sizeof header);
+    return header;
+}
+
+std::uint64_t new_secret() {
+    std::random_device random;
+    std::uint64_t number = 0;
+    while (number == 0) {
+        number = std::uint64_t{random()} << 32U | random();
+    }
+    return number;
+}
+
+void Clients::on_message(const MessageHeader& header, std::string_view data) {
+    const std::uint64_t number = header.connection;
+    if (is_closed_) {
+        return;
+    }
+    if (!clients_.contains(number)) {
+        if (clients_.size() >= kMaxClients ||
+            std::find(gone_.begin(), gone_.end(), number) != gone_.end()) {
+            return;
+        }
+        newest_.push_back(number);
+        if (newest_.size() > kMaxGone) {
+            const auto oldest = clients_.find(newest_.front());
+            if (oldest != clients_.end() && oldest->second.address.empty()) {
+                oldest->second.is_over = true;
+                busy_.push_back(oldest->first);
+            }
+            newest_.pop_front();
+        }
+    }
+    // Messages can overtake each other: a client's first need not be kOpen.
+    Client& client = clients_[number];
+    if (header.kind == MessageKind::kOpen && client.address.empty() &&
+        is_plausible_address(data, own_address_)) {
+        client.address = data;
+    } else {
+        client.is_over = true;
+    }
+    busy_.push_back(number);
+}
+
+void Clients::forget(std::uint64_t number) {
+    gone_.push_back(number);
+    if (gone_.size() > kMaxGone) {
+        gone_.pop_front();
+    }
+    clients_.extract(number);
+}
+
+bool Clients::serve() {
+    if (std::exchange(num_failures_seen_, worker_->num_failures()) != worker_->num_failures()) {
+        for (auto& [number, client] : clients_) {
+            if (client.endpoint && client.endpoint->failure()) {
+                busy_.push_back(number);
+            }
+        }
+    }
+    const auto busy = std::exchange(busy_, {});
+    for (const std::uint64_t number : busy) {
+        const auto found = clients_.find(number);
+        if (found == clients_.end()) {
+            continue;  // forgotten in this turn
+        }
+        Client& client = found->second;
+        try {
+            serve(number, client);
+        } catch (const std::exception&) {
+            client.is_over = true;  // it cannot be reached
+        }
+        if (client.is_over || (client.endpoint && client.endpoint->failure())) {
+            forget(number);
+        }
+    }
+    return !busy.empty();
+}
+
+void Clients::serve(std::uint64_t number, Client& client) {
+    if (client.address.empty() || client.is_over || client.endpoint) {
+        return;
+    }
+    client.endpoint = std::make_shared<Endpoint>(worker_, client.address, errors_);
+    client.outbox = std::make_unique<Outbox>(client.endpoint);
+    client.outbox->send(make_header({.kind = MessageKind::kOpened, .connection = number}), {},
+                        "a client");
+}
+
+void Clients::close() {
+    is_closed_ = true;
+    busy_.clear();
+    while (!clients_.empty()) {
+        clients_.extract(clients_.begin());
+    }
+}
+
+}  // namespace pynixlkv::ucx

@@ -1,0 +1,60 @@
+/// @file
+/// The other ends of the connections that peers have to this process.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "ucx/connection.hpp"
+
+namespace pynixlkv::ucx {
+
+/// Connects back to the peers that ask for it, so that either side can close both ends.
+class Clients {
+  public:
+    Clients(std::shared_ptr<Worker> worker, capi::ErrorMode errors)
+        : worker_(std::move(worker)), own_address_(worker_->address()), errors_(errors) {}
+
+    /// Handle kOpen or kClose; called by UCX.
+    void on_message(const MessageHeader& header, std::string_view data);
+    /// Send the answers that are due. Not called by UCX.
+    /// @return whether there was anything to do
+    bool serve();
+    /// Close all connections and ignore later requests.
+    void close();
+
+  private:
+    struct Client {
+        ~Client() {
+            if (endpoint) {
+                endpoint->close();
+            }
+        }
+        std::string address;
+        std::unique_ptr<Outbox> outbox;
+        std::shared_ptr<Endpoint> endpoint;
+        bool is_over = false;
+    };
+
+    void serve(std::uint64_t number, Client& client);
+    void forget(std::uint64_t number);
+
+    const std::shared_ptr<Worker> worker_;
+    const std::string own_address_;
+    const capi::ErrorMode errors_;
+    // Messages can arrive while one is removed, so additions must leave the others in place.
+    std::map<std::uint64_t, Client> clients_;
+    std::vector<std::uint64_t> busy_;      ///< clients to look at in the next turn
+    std::deque<std::uint64_t> newest_;     ///< the last to come, which may be unopened
+    std::deque<std::uint64_t> gone_;       ///< the last to close, whose late messages are dropped
+    std::uint64_t num_failures_seen_ = 0;  ///< of the worker's
+    bool is_closed_ = false;
+};
+
+}  // namespace pynixlkv::ucx

@@ -1,0 +1,696 @@
+#include "ucx/lane.hpp"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "base/bytes.hpp"
+#include "base/text.hpp"
+#include "ucx/address.hpp"
+
+namespace pynixlkv::ucx {
+
+namespace {
+
+using transfer::Op;
+
+/// Most bytes of a system call, and most calls of a turn in each direction.
+constexpr std::uint64_t kCallBytes = 512U << 10U;
+constexpr int kMaxCalls = 4;
+/// Bytes between two looks at what else is to be sent.
+constexpr std::uint64_t kChunkBytes = 4U << 20U;
+constexpr std::uint32_t kMaxRows = 1U << 16U;        ///< of a request
+constexpr std::size_t kMaxWaitingRows = 1U << 19U;   ///< of all reads of a lane
+constexpr std::uint64_t kMaxRowBytes = 1ULL << 46U;  ///< so that sums do not overflow
+constexpr std::uint64_t kMaxReason = 4096;
+constexpr std::size_t kMaxEnds = 1U << 20U;
+/// Most lanes that have not said a hello; the oldest go first.
+constexpr std::ptrdiff_t kMaxUnknown = 64;
+constexpr std::size_t kMaxPlaces = 16;
+constexpr int kEventsOfTurn = 64;
+constexpr std::uint64_t kWorkerEvent = 0;
+constexpr unsigned kMaxPort = 65535;
+
+std::array<char, 64U << 10U> scratch;        // of bytes that nobody wants; never read
+const std::array<char, 64U << 10U> zeros{};  // in place of those that are gone
+
+template <class T>
+std::string_view bytes_of(const T& value) {
+    return {reinterpret_cast<const char*>(&value), sizeof value};
+}
+
+int new_socket(int family) {
+    return ::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+}
+
+void set_option(int fd, int level, int option, int value) {
+    (void)::setsockopt(fd, level, option, &value, sizeof value);
+}
+
+void set_options(int fd) {
+    set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+    // As UCX does: a host that has vanished is noticed within a quarter of a minute.
+    set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+    set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 10);
+    set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 2);
+    set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
+}
+
+/// A socket address out of the bytes of an internet address and a port.
+struct Place {
+    /// @return whether the bytes are an address
+    bool set(std::string_view ip, std::uint16_t port) {
+        if (ip.size() == sizeof v4.sin_addr) {
+            v4 = {};
+            v4.sin_family = AF_INET;
+            v4.sin_port = htons(port);
+            std::memcpy(&v4.sin_addr, ip.data(), ip.size());
+        } else if (ip.size() == sizeof v6.sin6_addr) {
+            v6 = {};
+            v6.sin6_family = AF_INET6;
+            v6.sin6_port = htons(port);
+            std::memcpy(&v6.sin6_addr, ip.data(), ip.size());
+        }
+        size = ip.size() == sizeof v4.sin_addr ? sizeof v4 : sizeof v6;
+        return ip.size() == sizeof v4.sin_addr || ip.size() == sizeof v6.sin6_addr;
+    }
+    [[nodiscard]] std::uint16_t port() const {
+        return ntohs(any.sa_family == AF_INET ? v4.sin_port : v6.sin6_port);
+    }
+    [[nodiscard]] bool is_loopback() const {
+        return any.sa_family == AF_INET ? (ntohl(v4.sin_addr.s_addr) >> 24U) == IN_LOOPBACKNET
+                                        : IN6_IS_ADDR_LOOPBACK(&v6.sin6_addr);
+    }
+
+    union {
+        sockaddr any;
+        sockaddr_in v4;
+        sockaddr_in6 v6;
+    };
+    socklen_t size = 0;
+};
+
+/// A socket that listens at an address, on a port of a range; -1 if there is none.
+int listen_at(std::string_view ip, PortRange ports, Place& place) {
+    for (std::uint32_t port = ports.first; port <= ports.last; ++port) {
+        if (!place.set(ip, static_cast<std::uint16_t>(port))) {
+            break;
+        }
+        const int fd = new_socket(place.any.sa_family);
+        set_option(fd, SOL_SOCKET, SO_REUSEADDR, 1);
+        if (::bind(fd, &place.any, place.size) == 0 && ::listen(fd, SOMAXCONN) == 0 &&
+            ::getsockname(fd, &place.any, &place.size) == 0) {
+            return fd;
+        }
+        if (fd >= 0) {
+            ::close(fd);
+        }
+    }
+    return -1;
+}
+
+}  // namespace
+
+PortRange PortRange::read(const std::string& text) {
+    unsigned first = 0;
+    unsigned last = 0;
+    const int count = std::sscanf(text.c_str(), "%u-%u", &first, &last);
+    if (count < 1 || first > kMaxPort || (count == 2 && (last < first || last > kMaxPort))) {
+        return {};
+    }
+    return {static_cast<std::uint16_t>(first),
+            static_cast<std::uint16_t>(count == 2 ? last : first)};
+}
+
+// ---- rows
+
+template <class Accept>
+std::size_t Flow::gather(std::vector<iovec>& into, std::uint64_t most, Accept accept) const {
+    std::size_t bytes = 0;
+    std::uint64_t done = done_;
+    for (std::size_t i = next_; i < rows_.size() && into.size() < kMaxPieces && bytes < most; ++i) {
+        const iovec piece{static_cast<char*>(rows_[i].iov_base) + done,
+                          std::min<std::size_t>(rows_[i].iov_len - done, most - bytes)};
+        if (!accept(piece)) {
+            break;
+        }
+        into.push_back(piece);
+        bytes += piece.iov_len;
+        done = 0;
+    }
+    return bytes;
+}
+
+void Flow::advance(std::uint64_t bytes) {
+    left_ -= bytes;
+    done_ += bytes;
+    while (next_ < rows_.size() && done_ >= rows_[next_].iov_len) {
+        done_ -= rows_[next_++].iov_len;
+    }
+}
+
+// ---- both ends
+
+Lane::~Lane() {
+    ::close(fd_);
+}
+
+void Lane::note_events(std::uint32_t events) noexcept {
+    can_receive_ |= (events & ~std::uint32_t{EPOLLOUT}) != 0;
+    can_send_ |= (events & ~std::uint32_t{EPOLLIN}) != 0;
+}
+
+bool Lane::progress() {
+    bool worked = false;
+    for (int i = 0; i < kMaxCalls && can_send_ && !is_broken_ && send_more(); ++i) {
+        worked = true;
+    }
+    for (int i = 0; i < kMaxCalls && can_receive_ && !is_broken_ && receive_more(); ++i) {
+        worked = true;
+    }
+    return worked;
+}
+
+Lane::Moved Lane::send(std::vector<iovec>& pieces, std::uint64_t& bytes) {
+    if (!head_.empty()) {
+        pieces.insert(pieces.begin(), {head_.data(), head_.size()});
+    }
+    msghdr message{};
+    message.msg_iov = pieces.data();
+    message.msg_iovlen = pieces.size();
+    const ssize_t sent = ::sendmsg(fd_, &message, MSG_NOSIGNAL);
+    if (sent < 0) {
+        can_send_ = errno != EAGAIN;
+        is_broken_ |= errno != EAGAIN && errno != EINTR && errno != EFAULT;
+        return errno == EFAULT ? Moved::kFault : Moved::kNothing;
+    }
+    const std::size_t of_head = std::min<std::size_t>(static_cast<std::size_t>(sent), head_.size());
+    head_.erase(0, of_head);
+    bytes = static_cast<std::size_t>(sent) - of_head;
+    return Moved::kSome;
+}
+
+Lane::Moved Lane::receive(std::vector<iovec>& pieces, std::uint64_t& bytes) {
+    msghdr message{};
+    message.msg_iov = pieces.data();
+    message.msg_iovlen = pieces.size();
+    const ssize_t received = ::recvmsg(fd_, &message, 0);
+    if (received <= 0) {
+        can_receive_ = received == 0 || errno != EAGAIN;
+        is_broken_ |= received == 0 || (errno != EAGAIN && errno != EINTR && errno != EFAULT);
+        return received < 0 && errno == EFAULT ? Moved::kFault : Moved::kNothing;
+    }
+    bytes = static_cast<std::size_t>(received);
+    return Moved::kSome;
+}
+
+bool Lane::receive_exactly(char* into, std::size_t size, std::size_t& done) {
+    std::vector<iovec> rest{{into + done, size - done}};
+    std::uint64_t bytes = 0;
+    if (receive(rest, bytes) == Moved::kSome) {
+        done += bytes;
+    }
+    return done == size;
+}
+
+bool Lane::discard(std::uint64_t& left) {
+    std::vector<iovec> piece{{scratch.data(), std::min<std::uint64_t>(left, scratch.size())}};
+    std::uint64_t bytes = 0;
+    const bool is_moved = receive(piece, bytes) == Moved::kSome;
+    left -= bytes;
+    return is_moved;
+}
+
+// ---- the initiator
+
+OwnLane::OwnLane(int fd, LaneHello hello) : Lane(fd), hello_(hello) {
+    say(bytes_of(hello_));
+}
+
+void OwnLane::post(LaneXfer& xfer) {
+    xfer.number_ = ++last_;
+    xfers_.emplace(last_, &xfer);
+    to_send_.push_back(last_);
+    (void)progress();
+}
+
+void OwnLane::remove(std::uint64_t number) {
+    xfers_.erase(number);
+    if (is_writing_ && to_send_.front() == number) {
+        drop();  // in the middle of its bytes
+    }
+    std::erase(to_send_, number);
+}
+
+bool OwnLane::send_more() {
+    std::vector<iovec> pieces;
+    std::uint64_t bytes = 0;
+    if (!is_writing_ && !to_send_.empty() && is_ready_) {
+        LaneXfer& xfer = *xfers_.at(to_send_.front());
+        xfer.say_request([this](std::string_view part) { say(part); });
+        if (xfer.op_ == Op::kRead) {
+            to_send_.pop_front();
+        } else {
+            is_writing_ = true;
+        }
+    }
+    if (has_said_all() && !is_writing_) {
+        return false;
+    }
+    Flow* const flow = is_writing_ ? &xfers_.at(to_send_.front())->flow_ : nullptr;
+    if (flow != nullptr) {
+        (void)flow->gather(pieces, kCallBytes, [](const iovec&) { return true; });
+    }
+    const Moved moved = send(pieces, bytes);
+    if (moved == Moved::kFault) {
+        drop();  // local memory that is gone
+    }
+    if (flow != nullptr) {
+        flow->advance(bytes);
+        if (flow->left() == 0) {
+            is_writing_ = false;
+            to_send_.pop_front();
+        }
+    }
+    return moved == Moved::kSome;
+}
+
+bool OwnLane::receive_more() {
+    if (!is_ready_) {
+        if (receive_exactly(reinterpret_cast<char*>(&answer_), sizeof answer_, in_done_)) {
+            in_done_ = 0;
+            is_ready_ = answer_ == hello_;
+            if (!is_ready_) {
+                drop();
+            }
+        }
+        return is_ready_;
+    }
+    if (in_done_ < sizeof in_) {
+        return receive_exactly(reinterpret_cast<char*>(&in_), sizeof in_, in_done_) && begin_body();
+    }
+    const auto found = xfers_.find(in_.xfer);
+    LaneXfer* const xfer = found == xfers_.end() ? nullptr : found->second;
+    bool is_moved = false;
+    if (in_.kind == LaneHead::kEnd) {
+        std::size_t done = reason_.size() - in_.bytes;
+        is_moved = receive_exactly(reason_.data(), reason_.size(), done);
+        in_.bytes = reason_.size() - done;
+    } else if (xfer == nullptr || !xfer->refusal_.empty()) {
+        is_moved = discard(in_.bytes);
+    } else {
+        std::vector<iovec> pieces;
+        std::uint64_t bytes = 0;
+        (void)xfer->flow_.gather(pieces, std::min(in_.bytes, kCallBytes),
+                                 [](const iovec&) { return true; });
+        const Moved moved = receive(pieces, bytes);
+        if (moved == Moved::kFault) {
+            xfer->refusal_ = "the local memory is no longer mapped";
+        }
+        xfer->flow_.advance(bytes);
+        in_.bytes -= bytes;
+        is_moved = moved != Moved::kNothing;
+    }
+    if (in_.bytes == 0) {
+        end_body();
+    }
+    return is_moved;
+}
+
+/// Check what the owner announces.
+bool OwnLane::begin_body() {
+    const auto found = xfers_.find(in_.xfer);
+    const bool is_end = in_.kind == LaneHead::kEnd;
+    const bool fits =
+        is_end
+            ? in_.bytes <= kMaxReason
+            : in_.kind == LaneHead::kData && in_.bytes > 0 &&
+                  (found == xfers_.end() || !found->second->refusal_.empty() ||
+                   (found->second->op_ == Op::kRead && in_.bytes <= found->second->flow_.left()));
+    if (!fits) {
+        drop();
+        return false;
+    }
+    reason_.assign(is_end ? in_.bytes : 0, '\0');
+    if (in_.bytes == 0) {
+        end_body();
+    }
+    return true;
+}
+
+void OwnLane::end_body() {
+    in_done_ = 0;
+    const auto found = xfers_.find(in_.xfer);
+    if (in_.kind != LaneHead::kEnd || found == xfers_.end()) {
+        return;
+    }
+    LaneXfer& xfer = *found->second;
+    if (xfer.refusal_.empty()) {
+        xfer.refusal_ = std::exchange(reason_, {});
+    }
+    if (xfer.refusal_.empty() && xfer.flow_.left() > 0) {
+        drop();
+    }
+    xfer.is_over_ = true;
+}
+
+LaneXfer::LaneXfer(UcxConnection& connection, const LocalRegions& local_regions, Op op,
+                   const transfer::DescriptorPairs& rows)
+    : UcxXfer(connection, local_regions, op, rows) {
+    for (const Part& part : parts_) {
+        flow_.add(part.local, part.length);
+    }
+}
+
+LaneXfer::~LaneXfer() {
+    if (lane_) {
+        lane_->remove(number_);
+    }
+}
+
+void LaneXfer::begin() {
+    lane_ = connection_.lane();
+    if (lane_) {
+        lane_->post(*this);
+    }
+}
+
+void LaneXfer::say_request(const std::function<void(std::string_view)>& say) const {
+    const bool is_read = op_ == Op::kRead;
+    const LaneHead head{is_read ? LaneHead::kRead : LaneHead::kWrite,
+                        static_cast<std::uint32_t>(parts_.size()), number_, flow_.left()};
+    say(bytes_of(head));
+    for (const Part& part : parts_) {
+        say(bytes_of(LaneRow{part.remote, part.length}));
+    }
+}
+
+bool LaneXfer::poll() {
+    const char* call = op_ == Op::kRead ? "a served read" : "a served write";
+    if (has_failed()) {
+        fail(call);
+    }
+    if (!lane_) {
+        begin();
+    } else if (lane_->is_broken()) {
+        throw transfer::ConnectionLost(make_error(Status::kConnectionReset, call, what()));
+    }
+    const bool is_quiet = is_over_ && (op_ == Op::kRead || flow_.left() == 0);
+    if (is_quiet && !refusal_.empty()) {
+        throw NativeError(
+            make_error(Status::kInvalidAddr, call, text(what(), ", which refuses: ", refusal_)));
+    }
+    return is_quiet;
+}
+
+// ---- the owner of the memory
+
+bool ServedLane::take_hello() {
+    if (!receive_exactly(reinterpret_cast<char*>(&hello_), sizeof hello_, in_done_)) {
+        return false;
+    }
+    in_done_ = 0;
+    is_known_ = hello_ == LaneHello{.token = token_, .connection = hello_.connection};
+    if (is_known_) {
+        ends_.append(bytes_of(hello_));
+    } else {
+        drop();
+    }
+    return is_known_;
+}
+
+void ServedLane::say_end(std::uint64_t xfer, std::string_view refusal) {
+    refusal = refusal.substr(0, kMaxReason);
+    ends_.append(bytes_of(LaneHead{LaneHead::kEnd, 0, xfer, refusal.size()}));
+    ends_.append(refusal);
+    if (ends_.size() > kMaxEnds) {
+        drop();  // a peer that asks and does not read
+    }
+}
+
+bool ServedLane::may_move(const iovec& piece, Op op, std::string& reason) const {
+    const LocalRegion* region = nullptr;
+    reason = refusal_of(
+        *regions_, {reinterpret_cast<std::uint64_t>(piece.iov_base), piece.iov_len, 0}, op, region);
+    return reason.empty();
+}
+
+bool ServedLane::send_more() {
+    if (chunk_left_ == 0) {
+        say(std::exchange(ends_, {}));
+        if (!reads_.empty()) {
+            Read& read = reads_.front();
+            std::vector<iovec> first;
+            if (!may_send(read, 1, first)) {
+                end_read();
+                return true;
+            }
+            chunk_left_ = std::min(read.flow.left(), kChunkBytes);
+            say(bytes_of(LaneHead{LaneHead::kData, 0, read.xfer, chunk_left_}));
+        } else if (has_said_all()) {
+            return false;
+        }
+    }
+    std::vector<iovec> pieces;
+    std::uint64_t bytes = 0;
+    Read* const read = chunk_left_ > 0 ? &reads_.front() : nullptr;
+    const std::uint64_t most = std::min(chunk_left_, kCallBytes);
+    if (read != nullptr && !may_send(*read, most, pieces)) {
+        // The rest of the chunk was promised.
+        const std::size_t size = std::min<std::uint64_t>(most, zeros.size());
+        pieces.push_back({const_cast<char*>(zeros.data()), size});
+    }
+    const Moved moved = send(pieces, bytes);
+    if (read == nullptr) {
+        return moved == Moved::kSome;
+    }
+    if (moved == Moved::kFault) {
+        read->refusal = "its memory is no longer mapped";
+    }
+    read->flow.advance(bytes);
+    chunk_left_ -= bytes;
+    if (chunk_left_ == 0 && (read->flow.left() == 0 || !read->refusal.empty())) {
+        end_read();
+    }
+    return moved != Moved::kNothing;
+}
+
+/// Gather what comes next of a read, as far as it may be sent.
+bool ServedLane::may_send(Read& read, std::uint64_t most, std::vector<iovec>& pieces) const {
+    std::string reason;
+    if (read.refusal.empty() && read.flow.gather(pieces, most, [&](const iovec& piece) {
+            return may_move(piece, Op::kRead, reason);
+        }) == 0) {
+        read.refusal = reason;
+    }
+    return read.refusal.empty();
+}
+
+void ServedLane::end_read() {
+    const Read& read = reads_.front();
+    say_end(read.xfer, read.refusal);
+    num_rows_ -= read.flow.num_rows();
+    reads_.pop_front();
+}
+
+bool ServedLane::receive_more() {
+    if (!is_known_) {
+        return take_hello();
+    }
+    if (in_done_ < sizeof in_) {
+        if (!receive_exactly(reinterpret_cast<char*>(&in_), sizeof in_, in_done_)) {
+            return false;
+        }
+        if (in_.kind > LaneHead::kWrite || in_.num_rows == 0 || in_.num_rows > kMaxRows) {
+            drop();
+            return false;
+        }
+        rows_.resize(in_.num_rows);
+        rows_done_ = 0;
+        return true;
+    }
+    const std::size_t row_bytes = rows_.size() * sizeof(LaneRow);
+    if (rows_done_ < row_bytes) {
+        return receive_exactly(reinterpret_cast<char*>(rows_.data()), row_bytes, rows_done_) &&
+               take_request();
+    }
+    std::vector<iovec> pieces;
+    std::uint64_t bytes = 0;
+    Moved moved = Moved::kNothing;
+    if (refusal_.empty()) {
+        const std::size_t size = write_.gather(
+            pieces, std::min(in_.bytes, kCallBytes),
+            [&](const iovec& piece) { return may_move(piece, Op::kWrite, refusal_); });
+        if (size > 0) {
+            refusal_.clear();  // of a later piece
+            moved = receive(pieces, bytes);
+            if (moved == Moved::kFault) {
+                refusal_ = "its memory is no longer mapped";
+            }
+            write_.advance(bytes);
+            in_.bytes -= bytes;
+        }
+    } else if (discard(in_.bytes)) {
+        moved = Moved::kSome;
+    }
+    if (in_.bytes == 0) {
+        say_end(in_.xfer, std::exchange(refusal_, {}));
+        in_done_ = 0;
+    }
+    return moved != Moved::kNothing || !refusal_.empty();
+}
+
+/// The rows of a request are there.
+bool ServedLane::take_request() {
+    Flow flow;
+    for (const LaneRow& row : rows_) {
+        if (row.length == 0 || row.length > kMaxRowBytes) {
+            drop();
+            return false;
+        }
+        flow.add(row.address, row.length);
+    }
+    if (flow.left() != in_.bytes) {
+        drop();
+        return false;
+    }
+    if (in_.kind == LaneHead::kWrite) {
+        write_ = std::move(flow);
+        refusal_.clear();
+        return true;
+    }
+    num_rows_ += flow.num_rows();
+    reads_.push_back({in_.xfer, std::move(flow), {}});
+    in_done_ = 0;
+    if (num_rows_ > kMaxWaitingRows) {
+        drop();
+    }
+    return true;
+}
+
+// ---- all
+
+Lanes::Lanes(std::string_view address, PortRange ports, int event_fd, const std::uint64_t& token,
+             std::shared_ptr<const LocalRegions> regions)
+    : token_(token), regions_(std::move(regions)), epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
+    if (epoll_ < 0) {
+        throw Error("StateError", "epoll_create1 failed; the process may be out of descriptors");
+    }
+    watch(event_fd, kWorkerEvent, EPOLLIN);
+    ByteWriter out;
+    for (const std::string& ip : network_addresses(address)) {
+        Place place;
+        const int fd = listen_at(ip, ports, place);
+        if (fd >= 0) {
+            listeners_.push_back(fd);
+            watch(fd, ++last_, EPOLLIN | EPOLLET);
+            out.put_bytes(ip);
+            out.put(place.port());
+        }
+    }
+    first_lane_ = last_ + 1;
+    places_ = out.take();
+}
+
+Lanes::~Lanes() {
+    for (const int fd : listeners_) {
+        ::close(fd);
+    }
+    ::close(epoll_);
+}
+
+void Lanes::watch(int fd, std::uint64_t number, std::uint32_t events) const {
+    epoll_event event{};
+    event.events = events;
+    event.data.u64 = number;
+    (void)::epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
+}
+
+std::vector<std::shared_ptr<OwnLane>> Lanes::connect(std::string_view places, LaneHello hello,
+                                                     bool is_local) {
+    std::vector<std::shared_ptr<OwnLane>> lanes;
+    ByteReader in(places, "the lanes of a peer");
+    while (in.num_left() > 0 && lanes.size() < kMaxPlaces) {
+        const std::string_view ip = in.get_bytes();
+        Place place;
+        if (!place.set(ip, in.get<std::uint16_t>()) || (place.is_loopback() && !is_local)) {
+            continue;
+        }
+        const int fd = new_socket(place.any.sa_family);
+        if (fd < 0) {
+            continue;
+        }
+        set_options(fd);
+        if (::connect(fd, &place.any, place.size) != 0 && errno != EINPROGRESS) {
+            ::close(fd);
+            continue;
+        }
+        auto lane = std::make_shared<OwnLane>(fd, hello);
+        watch(fd, ++last_, EPOLLIN | EPOLLOUT | EPOLLET);
+        own_.emplace(last_, lane);
+        lanes.push_back(std::move(lane));
+    }
+    return lanes;
+}
+
+void Lanes::accept_all(int listener) {
+    for (int fd = 0;
+         (fd = ::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0;) {
+        set_options(fd);
+        watch(fd, ++last_, EPOLLIN | EPOLLOUT | EPOLLET);
+        served_.emplace(last_, std::make_unique<ServedLane>(fd, token_, regions_));
+        const auto is_unknown = [](const auto& entry) { return !entry.second->is_known(); };
+        if (std::count_if(served_.begin(), served_.end(), is_unknown) > kMaxUnknown) {
+            served_.erase(std::find_if(served_.begin(), served_.end(), is_unknown));
+        }
+    }
+    is_out_of_files_ |= errno == EMFILE || errno == ENFILE;
+}
+
+bool Lanes::take_events() {
+    std::array<epoll_event, kEventsOfTurn> events{};
+    const int count = ::epoll_wait(epoll_, events.data(), kEventsOfTurn, 0);
+    bool has_some = false;
+    for (int i = 0; i < count; ++i) {
+        const epoll_event& event = events.at(static_cast<std::size_t>(i));
+        const std::uint64_t number = event.data.u64;
+        has_some |= number != kWorkerEvent;
+        if (number != kWorkerEvent && number < first_lane_) {
+            accept_all(listeners_[number - 1]);
+        } else if (const auto served = served_.find(number); served != served_.end()) {
+            served->second->note_events(event.events);
+        } else if (const auto own = own_.find(number); own != own_.end()) {
+            if (const auto lane = own->second.lock()) {
+                lane->note_events(event.events);
+            }
+        }
+    }
+    return has_some;
+}
+
+bool Lanes::progress() {
+    bool worked = take_events();
+    if (std::exchange(is_out_of_files_, false)) {
+        std::for_each(listeners_.begin(), listeners_.end(), [this](int fd) { accept_all(fd); });
+    }
+    std::erase_if(served_, [&worked](const auto& entry) {
+        worked |= entry.second->progress();
+        return entry.second->is_broken();
+    });
+    std::erase_if(own_, [&worked](const auto& entry) {
+        const auto lane = entry.second.lock();
+        worked |= lane && lane->progress();
+        return !lane || lane->is_broken();
+    });
+    return worked;
+}
+
+}  // namespace pynixlkv::ucx

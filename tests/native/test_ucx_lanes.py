@@ -1,0 +1,242 @@
+"""Lanes: the sockets for memory over TCP, what strangers send to them, and what breaks them."""
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+
+import msgspec
+import numpy as np
+import pytest
+
+from pynixlkv.errors import PeerLostError
+from pynixlkv.hello import Hello
+from pynixlkv.testing.conformance import rows
+from pynixlkv.testing.contents import random_bytes
+from pynixlkv.ucx import UcxAgent
+
+WAIT_S = 60.0
+SIZE = 1 << 20
+TCP = {"TLS": "tcp", "NET_DEVICES": "lo"}
+READ, WRITE, DATA, END = range(4)
+LOOPBACK = socket.inet_aton("127.0.0.1")
+
+
+def place_of(hello):
+    """Return where the port of the lane on the loopback device is in the metadata."""
+    return Hello.unseal(hello).metadata.index(struct.pack("<I", 4) + LOOPBACK) + 8
+
+
+def with_port(hello, port):
+    body, at = Hello.unseal(hello), place_of(hello)
+    changed = body.metadata[:at] + struct.pack("<H", port) + body.metadata[at + 2 :]
+    return msgspec.structs.replace(body, metadata=changed).seal()
+
+
+class Stranger:
+    """Speaks to a lane by hand."""
+
+    def __init__(self, hello, token=None):
+        metadata = Hello.unseal(hello).metadata
+        (port,) = struct.unpack_from("<H", metadata, place_of(hello))
+        self.greeting = b"pnkvlan1" + (token or metadata[9:17]) + struct.pack("<Q", 1)
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+
+    def greet(self):
+        self.socket.sendall(self.greeting)
+        assert self.receive(len(self.greeting)) == self.greeting
+        return self
+
+    def receive(self, size):
+        got = b""
+        while len(got) < size and (more := self.socket.recv(size - len(got))):
+            got += more
+        return got
+
+    def ask(self, kind, total, *pieces, count=None):
+        head = struct.pack("<IIQQ", kind, len(pieces) if count is None else count, 7, total)
+        self.socket.sendall(head + b"".join(struct.pack("<QQ", *piece) for piece in pieces))
+
+    def is_dropped(self):
+        with contextlib.suppress(ConnectionResetError):
+            return self.socket.recv(1) == b""
+        return True
+
+    def answer(self):
+        """Return the kind of the next answer, and its bytes."""
+        kind, _, xfer, size = struct.unpack("<IIQQ", self.receive(24))
+        assert xfer == 7
+        return kind, self.receive(size)
+
+
+@pytest.fixture
+def owner():
+    with UcxAgent("owner", config=TCP) as agent:
+        yield agent
+
+
+@pytest.fixture
+def theirs(owner):
+    array = random_bytes(SIZE, 1).copy()
+    owner.register(array)
+    return array
+
+
+@pytest.fixture
+def visit(owner):
+    """Return a function that makes a stranger to the owner."""
+    with contextlib.ExitStack() as stack:
+
+        def make(token=None):
+            stranger = Stranger(owner.hello(), token)
+            stack.enter_context(stranger.socket)
+            return stranger
+
+        yield make
+
+
+def check_that_it_serves(owner, theirs):
+    here = np.zeros(SIZE, dtype=np.uint8)
+    with UcxAgent("reader", config=TCP) as reader:
+        reader.register(here)
+        peer = reader.connect(owner.hello())
+        order = np.random.default_rng(2).permutation(SIZE // 4096) * 4096
+        local = rows(here.ctypes.data, *[(i * 4096, 4096) for i in range(len(order))])
+        remote = rows(theirs.ctypes.data, *[(int(at), 4096) for at in order])
+        for _ in range(3):
+            here[:] = 0
+            reader.read_descriptors(peer, local, remote).wait(WAIT_S)
+            assert np.array_equal(here, theirs.reshape(-1, 4096)[order // 4096].reshape(-1))
+        here[:] = random_bytes(SIZE, 3)
+        reader.write_descriptors(peer, local, remote).wait(WAIT_S)
+        assert np.array_equal(here, theirs.reshape(-1, 4096)[order // 4096].reshape(-1))
+
+
+def test_a_request_by_hand_is_answered(visit, theirs):
+    stranger = visit().greet()
+    base = theirs.ctypes.data
+    stranger.ask(READ, 300, (base + 500, 100), (base, 200))
+    kind, data = stranger.answer()
+    assert (kind, data) == (DATA, theirs[500:600].tobytes() + theirs[:200].tobytes())
+    assert stranger.answer() == (END, b"")
+    stranger.ask(WRITE, 3, (base + 9, 1), (base + 5, 2))
+    stranger.socket.sendall(b"xyz")
+    assert stranger.answer() == (END, b"")
+    assert theirs[[9, 5, 6]].tobytes() == b"xyz"
+
+
+@pytest.mark.parametrize("kind", [READ, WRITE])
+@pytest.mark.parametrize("far", [-1, SIZE - 1, SIZE, 1 << 40])
+def test_what_is_not_registered_is_refused(visit, theirs, kind, far):
+    before = theirs.copy()
+    stranger = visit().greet()
+    base = theirs.ctypes.data
+    stranger.ask(kind, 12, (base, 2), (base + far, 10))
+    if kind == WRITE:
+        stranger.socket.sendall(theirs[:2].tobytes() + b"0123456789")
+    else:
+        # The first row is sent; zeros stand for the rest of what was announced.
+        assert stranger.answer() == (DATA, before[:2].tobytes() + bytes(10))
+    end, reason = stranger.answer()
+    assert (end, b"is not registered" in reason) == (END, True)
+    assert np.array_equal(theirs, before)
+    stranger.ask(READ, 2, (base, 2))
+    assert stranger.answer() == (DATA, before[:2].tobytes())
+
+
+def test_impossible_requests_end_their_lane_alone(visit, theirs):
+    base = theirs.ctypes.data
+    neighbour = visit().greet()
+    for kind, total, pieces, count in [
+        (DATA, 1, [(base, 1)], None), (END, 0, [], None), (99, 1, [(base, 1)], None),
+        (READ, 0, [], None), (READ, 1, [], 1 << 31), (WRITE, 1, [], 0), (READ, 0, [(base, 0)], None),
+        (READ, 2, [(base, 1)], None), (WRITE, 1 << 63, [(base, 1 << 63)], None),
+        (WRITE, 0, [(base, 1 << 63), (base, 1 << 63)], None),
+    ]:  # fmt: skip
+        stranger = visit().greet()
+        stranger.ask(kind, total, *pieces, count=count)
+        assert stranger.is_dropped(), (kind, total, pieces, count)
+    neighbour.ask(READ, 1, (base, 1))
+    assert neighbour.answer() == (DATA, theirs[:1].tobytes())
+
+
+def test_strangers_without_the_token_get_nothing(visit, owner, theirs):
+    wrong = visit(b"12345678")
+    wrong.socket.sendall(wrong.greeting)
+    assert wrong.is_dropped()
+    silent = [visit() for _ in range(100)]
+    # The oldest make room.
+    assert silent[0].is_dropped()
+    assert not select.select([silent[-1].socket], [], [], 0)[0]
+    noise = visit()
+    with contextlib.suppress(OSError):
+        noise.socket.sendall(os.urandom(1 << 16))
+    assert noise.is_dropped()
+    check_that_it_serves(owner, theirs)
+
+
+def test_a_peer_that_asks_and_does_not_read_is_dropped(visit, owner, theirs):
+    greedy = visit().greet()
+    greedy.socket.settimeout(0.2)
+    base = theirs.ctypes.data
+    with contextlib.suppress(OSError):
+        while True:
+            greedy.ask(READ, 1000 * SIZE, *[(base, SIZE)] * 1000)
+    check_that_it_serves(owner, theirs)
+
+
+def test_a_peer_without_a_lane_is_lost_and_the_error_says_what_to_look_at(owner, theirs):
+    here = np.zeros(SIZE, dtype=np.uint8)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with UcxAgent("reader", config=TCP) as reader:
+        reader.register(here)
+        peer = reader.connect(with_port(owner.hello(), port))
+        ends = rows(here.ctypes.data, (0, 8)), rows(theirs.ctypes.data, (0, 8))
+        with pytest.raises(PeerLostError, match="UCX_TCP_PORT_RANGE"):
+            reader.read_descriptors(peer, *ends).wait(WAIT_S)
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_a_lane_that_breaks_ends_its_transfers(owner, theirs, op):
+    """A relay that cuts the lane after the first bytes of a transfer."""
+    (port,) = struct.unpack_from(
+        "<H", Hello.unseal(owner.hello()).metadata, place_of(owner.hello())
+    )
+    here = np.zeros(SIZE, dtype=np.uint8)
+    with socket.create_server(("127.0.0.1", 0)) as relay, UcxAgent("r", config=TCP) as reader:
+        reader.register(here)
+        peer = reader.connect(with_port(owner.hello(), relay.getsockname()[1]))
+        ends = [socket.create_connection(("127.0.0.1", port)), relay.accept()[0]]
+
+        def forward():
+            moved = 0
+            while moved < SIZE // 4:
+                for end in select.select(ends, [], [])[0]:
+                    data = end.recv(1 << 14)
+                    ends[1 - ends.index(end)].sendall(data)
+                    moved += len(data)
+            for end in ends:
+                end.close()
+
+        thread = threading.Thread(target=forward)
+        thread.start()
+        move = reader.read_descriptors if op == "read" else reader.write_descriptors
+        everything = rows(here.ctypes.data, (0, SIZE)), rows(theirs.ctypes.data, (0, SIZE))
+        with pytest.raises(PeerLostError):
+            move(peer, *everything).wait(WAIT_S)
+        thread.join(WAIT_S)
+        peer = reader.connect(owner.hello())
+        reader.read_descriptors(peer, *everything).wait(WAIT_S)
+        assert np.array_equal(here, theirs)
+
+
+def test_lanes_listen_within_the_ports_of_ucx():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        first = free.getsockname()[1]
+    with UcxAgent("a", config=TCP | {"TCP_PORT_RANGE": f"{first}-{first + 50}"}) as agent:
+        hello = agent.hello()
+        (port,) = struct.unpack_from("<H", Hello.unseal(hello).metadata, place_of(hello))
+        assert first <= port <= first + 50
