@@ -113,7 +113,9 @@ class UcxAgent(Agent):
         super().__init__(name, backend_version=library.version, secret=secret)
 
     def _start(self, name: str, incarnation: bytes) -> _native.transfer.Agent:
-        return _native.transfer.ucx_agent(name, incarnation, self._context, self._error_handling, self._copy_threads)
+        return _native.transfer.ucx_agent(
+            name, incarnation, self._context, self._error_handling, self._copy_threads
+        )
 
     def _transports(self) -> tuple[str, ...]:
         return _loader.transports_of(self._context)

@@ -141,7 +141,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._failing: dict[str, str] = {}  # rejected requests for the next results
         self._invalid: set[int] = set()  # blocks of failed requests, for the next results
         self._not_sent: set[str] = set()  # the same for requests to hold
-        self._turns: dict[str, list[KVCacheBlock]] = {}  # blocks of finished turns
+        self._kept: dict[str, list[KVCacheBlock]] = {}  # blocks of finished requests under a lease
         self._starved: set[str] = set()  # requests that get no blocks in this step
         self._copy: BlockCopy | None = None
         self._layer_numbers: dict[str, int] = {}
@@ -349,9 +349,9 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Take the reports of all workers."""
         sent = connector_output.finished_sending or set()
         self._side.update_finished(sent=sent, received=connector_output.finished_recving or set())
-        for request_id in sent & self._turns.keys():
+        for request_id in sent & self._kept.keys():
             sent.remove(request_id)  # vLLM has forgotten the request
-            self._kv_cache_manager.block_pool.free_blocks(reversed(self._turns.pop(request_id)))
+            self._kv_cache_manager.block_pool.free_blocks(reversed(self._kept.pop(request_id)))
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -379,27 +379,27 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 is_complete=request.status
                 in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED),
             )
-            if delay_free and params is not None and not is_prefill:
-                delay_free = not self._hold_turn(request.request_id)
+            if delay_free and params is not None:
+                delay_free = not self._hold(request.request_id)
             return delay_free, params
         except Exception:
             _log.exception("request %s cannot be handed over", request.request_id)
             return self._side.request_finished(info, (), 0, is_complete=False)
 
-    def _hold_turn(self, request_id: str) -> bool:
-        """Hold the blocks of a finished turn without its request, for which vLLM makes steps."""
+    def _hold(self, request_id: str) -> bool:
+        """Hold the blocks of a finished request without it: vLLM makes steps while it is there."""
         manager = getattr(self, "_kv_cache_manager", None)
         if manager is None:  # some releases do not show it
             return False
         blocks = [block for table in manager.get_blocks(request_id).blocks for block in table]
         manager.block_pool.touch(blocks)
-        self._turns[request_id] = blocks
+        self._kept[request_id] = blocks
         return True
 
     def reset_cache(self) -> bool:
         """Release all finished turns, as for new weights; ask again until it is true."""
         self._side.release_turns(1 << 62, "the cache is reset")
-        return not self._turns
+        return not self._kept
 
     # ---- worker
 

@@ -97,14 +97,22 @@ class ToyRank:
         worker: ToyWorker,
     ) -> None:
         self.model, self.agent, self.worker = model, agent, worker
-        self.axes, self.block_size = axes, block_size
+        self.axes, self.block_size = axes.replace("L", ""), block_size
         self.layers = held_layers(rank[0], parallel.pp, model.layers)
         self.heads = held_heads(rank[1], parallel.tp, model.kv_heads)
         sizes = {"K": 2, "B": num_blocks, "H": len(self.heads), "N": block_size, "D": model.dim}
+        sizes["L"] = len(self.layers)
         dims = [sizes[letter] for letter in axes]
-        self.tensors = {f"layer.{i}": np.full(dims, POISON, np.uint16) for i in self.layers}
+        if "L" in axes:
+            whole = np.full(dims, POISON, np.uint16)
+            tensors = {"all": whole}
+            each = iter(np.moveaxis(whole, axes.index("L"), 0))
+        else:
+            tensors = {f"layer.{i}": np.full(dims, POISON, np.uint16) for i in self.layers}
+            each = iter(tensors.values())
+        self.tensors = {f"layer.{i}": next(each) for i in self.layers}
         self.cache = KVCache.from_tensors(
-            self.on_device(self.tensors),
+            self.on_device(tensors),
             axes=axes,
             kv_heads=model.kv_heads,
             tp=(rank[1], parallel.tp),

@@ -285,8 +285,10 @@ class Tensors:
                         state = entry * self.layout.block_size + slot
                         position = start + state * self.bundle.tokens
                     where = {"B": block, "K": plane, "N": slot, "H": at, "D": dim}
-                    yield (layer, each.kind, plane, head, position, dim), self.place(each, where), (
-                        layer if self.layout.is_page else (layer, each.kind)
+                    yield (
+                        (layer, each.kind, plane, head, position, dim),
+                        self.place(each, where),
+                        (layer if self.layout.is_page else (layer, each.kind)),
                     )
 
     def place(self, each: Field, where: dict[str, int]) -> tuple[int, ...]:
