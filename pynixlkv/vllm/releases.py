@@ -102,6 +102,7 @@ _YOUNGER: dict[type, dict[str, object]] = {
         "extra_retained_tokens": 0,
         "max_tp_shards": None,
         "tokens_per_state": 1,
+        "tp_replicated": False,
     },
     kv_cache_interface.KVCacheConfig: {
         "transfer_group_ids": property(lambda config: tuple(range(len(config.kv_cache_groups)))),
@@ -115,6 +116,18 @@ for _type, _names in _YOUNGER.items():
     for _name, _value in _names.items():
         if not hasattr(_type, _name):
             setattr(_type, _name, _value)
+
+
+def blocks_of(
+    manager: Any,  # noqa: ANN401
+    pool: Any,  # noqa: ANN401
+    request_id: str,
+    block_ids: Sequence[Sequence[int]],
+) -> list[Any]:
+    """Return the blocks of a request; before 0.30, which has no `manager`, there is one pool."""
+    if manager is None:
+        return [pool.blocks[i] for table in block_ids for i in table]
+    return [block for table in manager.get_blocks(request_id).blocks for block in table]
 
 
 def uses_draft_cache(speculative: Any) -> bool:  # noqa: ANN401
