@@ -144,6 +144,7 @@ class ConnectorScheduler:
         self._receiving: dict[str, _Receiving] = {}
         self._settled: set[str] = set()  # received, or not to be
         self._held: dict[str, _Held] = {}
+        self._consumer_comes = False
         self._pushed_by_layer: set[str] = set()  # their blocks may be in use until the lease ends
         self._first_samples: dict[str, str] = {}  # ids of held requests, by sibling group
         self._turns: dict[str, int] = {}  # blocks of held turns, the oldest turn first
@@ -505,7 +506,15 @@ class ConnectorScheduler:
     def build_connector_meta(self) -> ConnectorMetadata:
         """Return the message to the workers for this step, and start the next one."""
         built, self._next = self._next, ConnectorMetadata()
+        built.consumer_comes, self._consumer_comes = self._consumer_comes, False
         return built
+
+    def consumer_comes(self) -> None:
+        """Note that a consumer has asked for hellos; may be called from another thread.
+
+        Its first heartbeat can take longer than a lease on a busy machine.
+        """
+        self._consumer_comes = True
 
     def update_finished(
         self,
