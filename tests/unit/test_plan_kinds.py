@@ -552,8 +552,8 @@ def parts_of(*sizes: int, tensor: np.ndarray, axes: str = "BP", letters: str = "
             "is not contiguous in dimensions 1 to 2, which hold parts",
         ),
         (
-            lambda: parts_of(8, tensor=np.zeros((4, 8)), letters="ND"),
-            "part '0' has axes 'ND' .*expected a size for each letter but H",
+            lambda: parts_of(8, tensor=np.zeros((4, 8)), letters="NHD"),
+            "part '0' has axes 'NHD' .*expected a size for each letter but H",
         ),
         (lambda: state(tokens_per_state=4), "tokens_per_state needs a token axis"),
         (lambda: pages(tokens_per_state=0), "cannot be sent|tokens per state is 0"),
