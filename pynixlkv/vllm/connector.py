@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         PromMetricT,
     )
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -141,7 +142,8 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._failing: dict[str, str] = {}  # rejected requests for the next results
         self._invalid: set[int] = set()  # blocks of failed requests, for the next results
         self._not_sent: set[str] = set()  # the same for requests to hold
-        self._turns: dict[str, list[KVCacheBlock]] = {}  # blocks of finished turns
+        self._pool: BlockPool  # of the scheduler
+        self._kept: dict[str, list[KVCacheBlock]] = {}  # blocks of finished requests under a lease
         self._starved: set[str] = set()  # requests that get no blocks in this step
         self._copy: BlockCopy | None = None
         self._layer_numbers: dict[str, int] = {}
@@ -215,6 +217,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             host=options.side_channel_host,
             port=port,
             allow_insecure=options.allow_insecure,
+            on_contact=self._side.consumer_comes,
         )
         self._side.address = self._handshake.host, self._handshake.port
         _log.info("engine %s serves its handshake at %s", self._engine_id, self._handshake.address)
@@ -355,9 +358,9 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Take the reports of all workers."""
         sent = connector_output.finished_sending or set()
         self._side.update_finished(sent=sent, received=connector_output.finished_recving or set())
-        for request_id in sent & self._turns.keys():
+        for request_id in sent & self._kept.keys():
             sent.remove(request_id)  # vLLM has forgotten the request
-            self._kv_cache_manager.block_pool.free_blocks(reversed(self._turns.pop(request_id)))
+            self._pool.free_blocks(reversed(self._kept.pop(request_id)))
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -375,8 +378,9 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for known in (self._infos, self._computed, self._rejected, self._running_tables):
             known.pop(request.request_id, None)
         # The last token of an answer has no KV, even if a step that computes it has been launched.
-        is_prefill = info.params.do_remote_decode
-        last = request.num_prompt_tokens if is_prefill else request.num_tokens - 1
+        last = request.num_tokens - 1
+        if info.params.do_remote_decode:
+            last = request.num_prompt_tokens
         try:
             delay_free, params = self._side.request_finished(
                 info,
@@ -385,27 +389,33 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 is_complete=request.status
                 in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED),
             )
-            if delay_free and params is not None and not is_prefill:
-                delay_free = not self._hold_turn(request.request_id)
+            if delay_free and params is not None:
+                self._hold(request.request_id, block_ids)
+                delay_free = False
             return delay_free, params
         except Exception:
             _log.exception("request %s cannot be handed over", request.request_id)
             return self._side.request_finished(info, (), 0, is_complete=False)
 
-    def _hold_turn(self, request_id: str) -> bool:
-        """Hold the blocks of a finished turn without its request, for which vLLM makes steps."""
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Take the pool of the blocks."""
+        self._pool = gpu_block_pool
+
+    def _hold(self, request_id: str, block_ids: tuple[list[int], ...]) -> None:
+        """Hold the blocks of a finished request without it: vLLM makes steps while it is there."""
         manager = getattr(self, "_kv_cache_manager", None)
-        if manager is None:  # some releases do not show it
-            return False
-        blocks = [block for table in manager.get_blocks(request_id).blocks for block in table]
-        manager.block_pool.touch(blocks)
-        self._turns[request_id] = blocks
-        return True
+        blocks = releases.blocks_of(manager, self._pool, request_id, block_ids)
+        self._pool.touch(blocks)
+        self._kept[request_id] = blocks
 
     def reset_cache(self) -> bool:
         """Release all finished turns, as for new weights; ask again until it is true."""
         self._side.release_turns(1 << 62, "the cache is reset")
-        return not self._turns
+        return not self._kept
+
+    def has_pending_push_work(self) -> bool:
+        """Ask for steps while turns are being released."""
+        return self._side.is_releasing_turns
 
     # ---- worker
 

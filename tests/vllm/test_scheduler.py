@@ -882,10 +882,14 @@ def test_held_turns_give_way_to_requests_that_need_their_blocks(base):
 
 def test_a_reset_of_the_cache_releases_held_turns(base):
     _, decode, _, _ = first_turn(base)
+    decode.step()
+    assert not decode.scheduler.has_requests()
     assert not decode.scheduler.reset_connector_cache()
     message, _ = decode.step()
     assert message.connector.reqs_to_end.keys() == {"d-1"}
+    assert decode.scheduler.has_requests()  # its workers are still to report
     decode.step(sent={"d-1"})
+    assert not decode.scheduler.has_requests()
     assert decode.scheduler.reset_connector_cache()
     decode.check_that_nothing_is_left()
 

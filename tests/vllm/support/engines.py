@@ -328,6 +328,8 @@ class Engine:
         self.name = name
         self.log = Path(folder) / f"{name}.log"
         env = environment(connector)
+        if "PYNIXLKV_TEST_CARD" in os.environ:
+            options.setdefault("gpu_memory_utilization", 0.25)
         options = {"model": str(model), "dtype": "float32", **options}
         if connector is not None:
             options["kv_transfer_config"] = connector.config(role)
