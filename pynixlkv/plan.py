@@ -168,6 +168,7 @@ class TransferPlan:
         "_heads",
         "_native",
         "_pairs",
+        "_sides",
         "groups",
         "local",
         "max_bytes",
@@ -206,7 +207,7 @@ class TransferPlan:
         self._heads = None if heads is None else _numbers("heads", heads)
         wanted = None if layers is None else _numbers("layers", layers)
         self._pairs = _pair_groups(local.select(self.groups), remote.groups, wanted)
-        sides = [[pair[i] for pair in self._pairs] for i in range(2)]
+        self._sides = sides = [[pair[i] for pair in self._pairs] for i in range(2)]
         if self._heads is not None:
             _check_heads(sides, self._heads)
         if wanted is not None:
@@ -262,7 +263,7 @@ class TransferPlan:
         local_start: int | Mapping[str, int],
         remote_start: int | Mapping[str, int],
     ) -> list[_GroupTables]:
-        sides = [[pair[i] for pair in self._pairs] for i in range(2)]
+        sides = self._sides
         columns = (
             _per_table("local_blocks", local_blocks, sides[0]),
             _per_table("remote_blocks", remote_blocks, sides[1]),
@@ -516,11 +517,13 @@ def _per_table(
 ) -> list[ArrayLike]:
     """Return the block table of each group."""
     if not isinstance(value, Mapping):
-        if len({group.table for group in groups}) > 1:
+        if any(group.table != groups[0].table for group in groups):
             raise PlanError(
                 f"{what} is one table, but the plan has groups {_names(groups)}; pass a mapping "
                 "of group name to table"
             )
+        if len(groups) == 1:
+            return [value]
         value = {groups[0].table: value}
     _check_names(what, value, groups)
     found = [for_group(value, group) for group in groups]

@@ -10,6 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1 import kv_cache_interface
 
@@ -96,13 +97,20 @@ def _select_tables(config: Any, block_ids: Sequence[list[int]]) -> tuple[list[in
     return tuple(block_ids[i] for i in config.transfer_group_ids)
 
 
+def _lookahead(config: Any) -> int:  # noqa: ANN401
+    speculative = config.speculative_config
+    return int(speculative is not None and speculative.use_eagle())
+
+
 _YOUNGER: dict[type, dict[str, object]] = {
     kv_cache_interface.KVCacheSpec: {
         "dcp_sharded": True,
         "extra_retained_tokens": 0,
         "max_tp_shards": None,
         "tokens_per_state": 1,
+        "tp_replicated": False,
     },
+    VllmConfig: {"num_prefill_lookahead_tokens": property(_lookahead)},
     kv_cache_interface.KVCacheConfig: {
         "transfer_group_ids": property(lambda config: tuple(range(len(config.kv_cache_groups)))),
         "transfer_groups": property(lambda config: tuple(config.kv_cache_groups)),
@@ -115,6 +123,18 @@ for _type, _names in _YOUNGER.items():
     for _name, _value in _names.items():
         if not hasattr(_type, _name):
             setattr(_type, _name, _value)
+
+
+def blocks_of(
+    manager: Any,  # noqa: ANN401
+    pool: Any,  # noqa: ANN401
+    request_id: str,
+    block_ids: Sequence[Sequence[int]],
+) -> list[Any]:
+    """Return the blocks of a request; before 0.30, which has no `manager`, there is one pool."""
+    if manager is None:
+        return [pool.blocks[i] for table in block_ids for i in table]
+    return [block for table in manager.get_blocks(request_id).blocks for block in table]
 
 
 def uses_draft_cache(speculative: Any) -> bool:  # noqa: ANN401

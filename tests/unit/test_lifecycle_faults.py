@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import msgspec
@@ -13,17 +14,17 @@ from toy_pair import (
     BEATS_10,
     arrives,
     connect,
-    early_params,
     errors,
     failed,
     pair,
     received,
     sent,
     start,
+    start_early,
 )
 from toy_world import DEADLINE_S, FakeEvent, World
 
-from pynixlkv.connector import messages
+from pynixlkv.connector import messages, verification
 from pynixlkv.connector import worker as worker_module
 from pynixlkv.connector.messages import ConsumerRank
 from pynixlkv.connector.metadata import (
@@ -38,6 +39,7 @@ from pynixlkv.connector.scheduler import ConnectorScheduler, GroupSpec
 from pynixlkv.errors import (
     ConfigError,
     HandshakeError,
+    IncompatibleLayoutError,
     LeaseExpired,
     PeerLostError,
     RankNotFound,
@@ -446,8 +448,7 @@ def test_a_failed_part_is_not_counted_as_loaded():
 def test_a_producer_that_fails_before_the_transfer_says_so():
     with pair("push") as (world, prefill, decode):
         # The consumer does not wait for the prefill: it knows only the producer.
-        start(world, decode, early_params(prefill, "p1"))
-        world.until(lambda: prefill.stats.pushes)
+        start_early(world, prefill, decode)
         info = RequestInfo("p1", 13, KVTransferParams(do_remote_decode=True))
         keeps, params = prefill.scheduler.request_finished(info, ((0, 1),), 8, is_complete=False)
         assert (keeps, params) == (False, None)
@@ -550,8 +551,7 @@ def test_nothing_is_heard_from_the_producer_at_all():
 
 def test_blocks_that_are_appended_between_steps_are_sent_too():
     with pair("push") as (world, prefill, decode):
-        start(world, decode, early_params(prefill, "p1"), num_tokens=11)
-        world.until(lambda: prefill.stats.pushes)
+        start_early(world, prefill, decode, num_tokens=11)
         prefill.begin("p1", 7, 11)
         prefill.compute("p1", 8)
         world.until(lambda: decode.ranks[0].holds(7, decode.requests["d1"].blocks, range(8)))
@@ -651,8 +651,7 @@ def test_an_abort_while_bytes_move_is_reported_when_they_are_quiet(mode):
 
 def test_a_push_that_is_asked_for_in_an_earlier_life_is_not_written_in_the_next():
     with pair("push") as (world, prefill, decode):
-        start(world, decode, early_params(prefill, "p1"))
-        world.until(lambda: prefill.stats.pushes)
+        start_early(world, prefill, decode)
         world.kill("D")
         decode = world.engine("D")
         start(world, decode, prefill.prefill("p0", 3, 4), request_id="d0", prompt=3, num_tokens=4)
@@ -666,8 +665,7 @@ def test_a_push_that_is_asked_for_in_an_earlier_life_is_not_written_in_the_next(
 
 def test_a_request_that_is_preempted_is_pushed_anew():
     with pair("push") as (world, prefill, decode):
-        start(world, decode, early_params(prefill, "p1"), num_tokens=12)
-        world.until(lambda: prefill.stats.pushes)
+        start_early(world, prefill, decode, num_tokens=12)
         prefill.begin("p1", 7, 12)
         prefill.compute("p1", 8)
         world.network.pause("D.0.0")
@@ -689,8 +687,7 @@ def test_a_request_that_is_preempted_is_pushed_anew():
 def pushing():
     """A world with a producer that is asked for a request before it begins, and a consumer."""
     with pair("push") as (world, prefill, decode):
-        start(world, decode, early_params(prefill, "p1"), num_tokens=12)
-        world.until(lambda: prefill.stats.pushes)
+        start_early(world, prefill, decode, num_tokens=12)
         prefill.begin("p1", 7, 12)
         yield world, prefill, decode
 
@@ -767,8 +764,7 @@ def test_an_engine_that_moves_to_another_address_is_found_there():
 def test_an_address_with_a_new_tenant_fails_what_waits_for_the_old_one():
     with pair("push", transfer_timeout=1000) as (world, prefill, decode):
         address = prefill.scheduler.address
-        start(world, decode, early_params(prefill, "p1"))
-        world.until(lambda: prefill.stats.pushes)
+        start_early(world, prefill, decode)
         world.kill("P")
         successor = world.engine("P2")
         successor.scheduler.address = address
@@ -858,6 +854,70 @@ def test_time_in_the_queue_of_handshakes_does_not_count(monkeypatch):
         assert isinstance(errors(world, "x")[0], TransferTimeout)
         blocked.let_go.set()
         world.until(received(world))
+
+
+def test_a_consumer_that_has_asked_for_hellos_gets_one_lease_more():
+    with pair(**BEATS_10) as (world, prefill, _):
+        prefill.prefill("p1", 7, 13)
+        world.quiet()
+        begin = world.clock.now
+        while prefill.stats.live_leases:
+            prefill.scheduler.consumer_comes()
+            world.pass_time(5)
+        assert world.clock.now == begin + 35
+
+
+def test_a_first_contact_that_takes_long_keeps_the_lease_alive(monkeypatch, caplog):
+    is_testing, let_go = threading.Event(), threading.Event()
+
+    def slow_test(*_):
+        is_testing.set()
+        assert let_go.wait(DEADLINE_S)
+
+    monkeypatch.setattr(verification, "self_test", slow_test)
+    caplog.set_level("INFO", "pynixlkv")
+    with pair(**BEATS_10, self_test=True, transfer_timeout=1000) as (world, prefill, decode):
+        params = prefill.prefill("p1", 7, 13)
+        world.has_blocked_threads = True
+        start(world, decode, params)
+        world.until(is_testing.is_set)
+        world.pass_time(200, 40)
+        assert prefill.stats.live_leases == 1
+        let_go.set()
+        world.until(received(world))
+        world.until(sent(world))
+        start(world, decode, prefill.prefill("p2", 8, 13), request_id="d2", prompt=8)
+        world.until(received(world, "d2"))
+    (line,) = [r.getMessage() for r in caplog.records if "first contact" in r.getMessage()]
+    phases = ("handshake", "connect", "self-test", "connecting", "moving", "reading")
+    assert all(re.search(rf" {name} \d+ ms", line) for name in phases)
+    assert " connecting 200000 ms" in line
+
+
+def test_engines_whose_blocks_do_not_fit_are_refused_at_one_contact_and_release(caplog):
+    with World() as world:
+        model = Model(packing="packed")
+        prefill = world.engine("P", model)
+        decode = world.engine("D", model, block_size=8)
+        for i in range(3):
+            start(
+                world,
+                decode,
+                prefill.prefill(f"p{i}", i, 8),
+                request_id=f"d{i}",
+                prompt=i,
+                num_tokens=8,
+            )
+            world.until(failed(world, f"d{i}"))
+            (error,) = errors(world, f"d{i}")
+            assert isinstance(error, IncompatibleLayoutError)
+            assert "[8] tokens here, [4] there (--block-size of vLLM)" in str(error)
+        world.until(lambda: prefill.stats.leases == {"released": 3})
+        assert world.num_fetches == 1
+        assert decode.stats.causes == {"refused": 3}
+    assert [r.levelname for r in caplog.records if "nothing can be read" in r.msg % r.args].count(
+        "ERROR"
+    ) == 1
 
 
 def test_an_engine_that_cannot_be_reached_is_refused_for_a_moment():
