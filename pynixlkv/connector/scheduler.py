@@ -40,9 +40,10 @@ class GroupSpec:
 
     A rule for each kind of table:
 
-    * one block per block of tokens: ``GroupSpec(16)``; with a window, ``GroupSpec(16, window=1024)``;
+    * one block per block of tokens: ``GroupSpec(16)``; with a window,
+      ``GroupSpec(16, window=1024)``; with attention inside chunks, ``GroupSpec(16, chunk=8192)``;
     * one slot per block of tokens, of which the one at the last position has the state:
-      ``GroupSpec(16, window=1)``;
+      ``GroupSpec(0, state_tokens=16)``;
     * one slot (or ring) per request: ``GroupSpec(0)``; ``slots=1`` if scratch slots follow it.
     """
 
@@ -67,6 +68,11 @@ class GroupSpec:
     def is_partial(self) -> bool:
         """Whether a request's blocks need not hold all of its tokens."""
         return self.window is not None or self.chunk is not None
+
+    def first_needed(self, position: int) -> int:
+        """Return the first position that a token at `position` sees."""
+        first = 0 if self.window is None else position - self.window + 1
+        return max(first, 0 if self.chunk is None else position // self.chunk * self.chunk, 0)
 
 
 @dataclass
@@ -395,12 +401,11 @@ class ConnectorScheduler:
         if self.address is None:
             raise ConfigError("the scheduler's address is not set; hand-offs need to name it")
         cut = self._cut(blocks, 0, num_tokens)
-        is_kept = not request.params.do_remote_decode
-        if is_kept and any(
-            start > _first_needed(group, num_tokens)
+        if any(
+            group.is_partial and start > group.first_needed(num_tokens)
             for group, start in zip(self._groups, cut.starts, strict=True)
         ):
-            return self._not_held(request, "blocks before its last whole one are gone")
+            return self._not_held(request, "what its next token sees is gone")
         content = None if request.content is None else request.content(num_tokens)
         group = request.params.sibling_group
         first = None if group is None else self._first_samples.get(group)
@@ -418,6 +423,7 @@ class ConnectorScheduler:
             return self._not_held(request, "the producer's host blocks are all in use")
         num_readers = request.params.num_readers
         meta = replace(staged, lease=lease, num_readers=num_readers)
+        is_kept = not request.params.do_remote_decode
         if is_kept:
             self._make_room(request.request_id, sum(map(len, blocks)))
             num_readers = 1
@@ -580,13 +586,6 @@ def _as_reader(remote: KVTransferParams) -> KVTransferParams:
     return msgspec.structs.replace(remote, reader=secrets.randbits(62), num_readers=num_readers)
 
 
-def _first_needed(spec: GroupSpec, num_tokens: int) -> int:
-    """Return the first position that the token after a full block needs."""
-    if spec.chunk is not None:
-        return (num_tokens - 1) // spec.chunk * spec.chunk
-    return 0 if spec.window is None else max(num_tokens - spec.window + 1, 0)
-
-
 def _ceil(tokens: int, spec: GroupSpec) -> int:
     return -(-tokens // spec.block_size)
 
@@ -610,10 +609,7 @@ def cut_table(
         return slot, 0
     if spec.block_size == 0:
         return tuple(block for block in table if block != spec.null_block)[: spec.slots], 0
-    if spec.window is not None:
-        begin = max(begin, end - spec.window)
-    if spec.chunk is not None:
-        begin = max(begin, (end - 1) // spec.chunk * spec.chunk)
+    begin = max(begin, spec.first_needed(end - 1))
     first, last = begin // spec.block_size, _ceil(end, spec)
     cut = tuple(table[first:last])
     if len(cut) < last - first:

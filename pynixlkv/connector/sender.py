@@ -317,7 +317,9 @@ class Sender:
         met = [
             [
                 (group, ours, frozenset(layers))
-                for group, ours, layers in meetings(theirs.select(part.groups), self._ctx.cache.groups)
+                for group, ours, layers in meetings(
+                    theirs.select(part.groups), self._ctx.cache.groups
+                )
             ]
             for part in slices
         ]

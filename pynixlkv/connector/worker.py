@@ -200,9 +200,7 @@ class ConnectorWorker:
         if block_table_index is None:
             names = list(dict.fromkeys(group.table for group in moved.geometry.groups))
             block_table_index = {g.name: names.index(g.table) for g in moved.geometry.groups}
-        moved = moved.with_tables(
-            {name: str(index) for name, index in block_table_index.items()}
-        )
+        moved = moved.with_tables({name: str(index) for name, index in block_table_index.items()})
         table = LeaseTable(self._config.max_leases)
         words, lease_buffer = make_words(_LEASE_BUFFER_WORDS)
         self._agent.register(moved)

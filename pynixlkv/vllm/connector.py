@@ -151,7 +151,12 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._is_step_begun = False
         self._content = partial(content_digest, hash_features=numbers_features(vllm_config))
         groups = group_specs(kv_cache_config, self._dcp)  # refuses unsupported kinds of cache
-        self._withheld = withheld_tokens(kv_cache_config, vllm_config.num_prefill_lookahead_tokens)
+        self._withheld = withheld_tokens(
+            kv_cache_config, getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
+        )
+        self._num_replicas = parallel.prefill_context_parallel_size
+        self._is_replica = False
+        self._hello: _WorkerHello | None = None
         self._check_settings(has_state=any(group.block_size == 0 for group in groups))
         if role is KVConnectorRole.SCHEDULER:
             host_blocks = self._num_host_blocks()
@@ -171,11 +176,13 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "layerwise is set, but the model has state, which every chunk of a prompt "
                 "overwrites; leave layerwise out"
             )
-        pcp = self._vllm_config.parallel_config.prefill_context_parallel_size
-        if pcp > 1:
+        role = self._kv_transfer_config.kv_role
+        if self._num_replicas > 1 and (role != "kv_producer" or self._dcp > 1):
             raise ConfigError(
-                f"prefill_context_parallel_size is {pcp}; PyNixlKVConnector moves the caches of "
-                "tensor, pipeline and decode context parallelism only. Use 1"
+                f"prefill_context_parallel_size is {self._num_replicas}, kv_role {role!r} and "
+                f"decode_context_parallel_size {self._dcp}; the ranks of prefill context "
+                "parallelism hold copies, which only a 'kv_producer' without decode context "
+                "parallelism can lend"
             )
 
     def _num_host_blocks(self) -> int:
@@ -251,9 +258,9 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def on_new_request(self, request: Request) -> None:
         """Keep the request's lease alive while it is queued."""
-        if self._withheld and (request.kv_transfer_params or {}).get("do_remote_decode"):
-            _withhold(request, self._withheld)
         try:
+            if self._withheld and (request.kv_transfer_params or {}).get("do_remote_decode"):
+                _withhold(request, self._withheld)
             self._side.on_new_request(self._info(request))
         except Exception as error:
             self._reject(request, error)
@@ -413,9 +420,16 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the cache with an agent, and start to work."""
-        from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+        from vllm.distributed.parallel_state import (
+            get_pcp_group,
+            get_pp_group,
+            get_tensor_model_parallel_rank,
+        )
 
         rank = get_pp_group().rank_in_group, get_tensor_model_parallel_rank()
+        if self._num_replicas > 1 and get_pcp_group().rank_in_group > 0:
+            self._is_replica = True  # the first of its group lends what all of them hold
+            return
         if self._options.layerwise:
             self._layer_numbers = {name: layer_number(name) for name in kv_caches}
         self._device = next(iter(kv_caches.values())).device
@@ -491,6 +505,11 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return this worker's hello."""
         return self._hello
 
+    def get_finished_count(self) -> int | None:
+        """Return how many workers report each request: one for each group of copies."""
+        parallel = self._parallel
+        return parallel.pp * parallel.tp if self._num_replicas > 1 else None
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the message of a step."""
         super().bind_connector_metadata(connector_metadata)
@@ -502,7 +521,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _begin_step(self) -> None:
         """Hand the step's message over, once: vLLM may save layers before it starts loads."""
-        if self._is_step_begun:
+        if self._is_step_begun or self._is_replica:
             return
         self._is_step_begun = True
         metadata = self._get_connector_metadata()
@@ -566,7 +585,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _take_ended(self) -> tuple[set[str], set[str], set[str]]:
         """Return the requests that were sent, were received, and failed to be received."""
         try:
-            finished = self._loader.get_finished()
+            finished = Finished() if self._is_replica else self._loader.get_finished()
         except Exception:
             _log.exception("the requests that have ended are asked for again in the next step")
             finished = Finished()
@@ -631,7 +650,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 def _withhold(request: Request, num_tokens: int) -> None:
     """Leave the last tokens of a prompt to decode."""
     # A request for the probabilities of its prompt is computed whole here, and again by decode.
-    if request.num_prompt_tokens <= num_tokens or request.get_skip_reading_prefix_cache():
+    if request.num_prompt_tokens <= num_tokens or request.skip_reading_prefix_cache:
         return
     if request.prompt_token_ids is not None:  # perhaps shared with other samples
         request.prompt_token_ids = request.prompt_token_ids[:-num_tokens]

@@ -102,6 +102,7 @@ _YOUNGER: dict[type, dict[str, object]] = {
         "extra_retained_tokens": 0,
         "max_tp_shards": None,
         "tokens_per_state": 1,
+        "tp_replicated": False,
     },
     kv_cache_interface.KVCacheConfig: {
         "transfer_group_ids": property(lambda config: tuple(range(len(config.kv_cache_groups)))),
