@@ -32,6 +32,7 @@ from pynixlkv.cli.models import MODELS
 from pynixlkv.cli.render import info_table
 from pynixlkv.cli.size import SizeOptions, size_fleet
 from pynixlkv.vllm.caches import CACHE_KINDS
+from pynixlkv.connector.stats import METRICS
 from pynixlkv.vllm.options import Options
 
 if TYPE_CHECKING:
@@ -89,6 +90,20 @@ def options() -> str:
         meaning = one_line(" ".join(parameter.desc))
         rows.append([f"`{field.name}`", parameter.type, f"`{shown}`", meaning])
     return table("option, type, default, meaning", rows)
+
+
+def metrics() -> str:
+    """Return what the connector exports to Prometheus."""
+    rows = [
+        [
+            f"`vllm:pynixlkv_{metric.name}{'_total' if metric.kind == 'counter' else ''}`",
+            metric.kind,
+            f"`{metric.label}`" if metric.label else "",
+            metric.meaning,
+        ]
+        for metric in METRICS
+    ]
+    return table("name, kind, label, meaning", rows)
 
 
 def commands() -> str:
@@ -212,6 +227,7 @@ def screen(command: str, output: str) -> str:
 
 GENERATED = {
     "options": options,
+    "metrics": metrics,
     "cache_kinds": cache_kinds,
     "commands": commands,
     "modules": modules,

@@ -377,6 +377,8 @@ class ConnectorMetadata:
     """These are queued: connect to their producers, and keep their leases alive."""
     reqs_to_release: dict[str, KVTransferParams] = field(default_factory=dict)
     """These are no longer wanted: tell their producers."""
+    consumer_comes: bool = False
+    """A consumer has asked for hellos: leases that nobody reads yet last longer, once."""
     reqs_to_abort: set[str] = field(default_factory=set)
     """The engine has given these up while they were being received."""
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import operator
 import secrets
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -108,8 +109,11 @@ class _Request:
     event: DeviceEvent | None
     deadline: float
     push_id: int
+    began: float
     end: EndState | None = None
     step: _Step = _Step.CONNECTING
+    passed: dict[str, float] = field(default_factory=dict)
+    """When each step was seen first."""
     sources: list[_Source] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     """All reads of blocks, ended ones included."""
@@ -188,6 +192,7 @@ class Receiver:
             event=event,
             deadline=now + self._ctx.config.transfer_timeout,
             push_id=self._next_push_id,
+            began=now,
         )
         self._requests[request_id] = self._by_push_id[request.push_id] = request
 
@@ -298,6 +303,7 @@ class Receiver:
         return 0.0 if self._engines.have_news else due
 
     def _advance(self, request: _Request, now: float, to_check: _ToCheck) -> float:
+        request.passed.setdefault(request.step.name.lower(), now)
         if request.step is _Step.CONNECTING and request.engine.is_queued:
             request.deadline = now + self._ctx.config.transfer_timeout
         if request.end is None and now >= request.deadline:
@@ -352,6 +358,8 @@ class Receiver:
             raise engine.death
         if engine.state is RemoteEngineState.CONNECTING:
             return False
+        if engine.contact.refusal is not None:
+            raise engine.contact.refusal
         return self._ctx.config.transfer_mode == "pull" or all(
             p.has_answered for p in engine.sources
         )
@@ -564,6 +572,7 @@ class Receiver:
                 source.pause = min(2 * source.pause, _LONGEST_POLL_S)
             elif not source.is_granted:
                 source.is_granted = True
+                request.passed.setdefault("reading", now)
                 try:
                     self._read(request, source, now)
                 except PynixlkvError as failure:
@@ -632,7 +641,10 @@ class Receiver:
         )
         self._engines.release(engine, request.reader, only_bystanders=has_written)
         self._ctx.stats.ended(end.value, request.error)
+        self._log_contact(request, now)
         if end is EndState.RECEIVED:
+            done = [t.result for t in request.transfers if t.state is TransferState.DONE]
+            self._ctx.stats.handed_over(now - request.began, sum(each.bytes for each in done))
             return RequestEnd(end, None, ())
         _log.warning(
             "request %s from engine %s: %s: %s",
@@ -640,6 +652,16 @@ class Receiver:
             extra={"request": request.id, "peer": engine.engine_id},
         )  # fmt: skip
         return RequestEnd(end, request.error, request.meta.blocks)
+
+    def _log_contact(self, request: _Request, now: float) -> None:
+        """Log how long each phase of the first contact with an engine took, once."""
+        contact = request.engine.contact
+        phases, contact.seconds = contact.seconds, {}
+        if phases:
+            begins = [*request.passed.values(), now]
+            phases |= zip(request.passed, map(operator.sub, begins[1:], begins), strict=True)
+            listed = ", ".join(f"{name} {1e3 * s:.0f} ms" for name, s in phases.items())
+            _log.info("first contact with engine %s: %s", request.engine.engine_id, listed)
 
     def has(self, request_id: str) -> bool:
         """Whether a request is being received."""

@@ -11,16 +11,28 @@ shown that its engine, or the tenant of its address, is another one.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
+import operator
 import threading
+import time
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from pynixlkv.connector import messages, tp_mapping, verification
 from pynixlkv.connector.leases import LEASE_GROUP
-from pynixlkv.errors import HandshakeError, PeerLostError, PynixlkvError, RankNotFound, StateError
+from pynixlkv.errors import (
+    HandshakeError,
+    IncompatibleLayoutError,
+    LayoutError,
+    PeerLostError,
+    PlanError,
+    PynixlkvError,
+    RankNotFound,
+    StateError,
+)
 from pynixlkv.plan import TransferPlan
 
 if TYPE_CHECKING:
@@ -82,6 +94,18 @@ class RemoteRank:
 
 
 @dataclass(eq=False)
+class _Contact:
+    """What the thread that connects to a producer tells of its progress."""
+
+    peers: list[Peer] = field(default_factory=list)
+    """Ranks that can be told already that a consumer is on its way."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Time that each phase took; empty once it was logged."""
+    refusal: PynixlkvError | None = None
+    """Why nothing can be read from the producer; its leases can be released."""
+
+
+@dataclass(eq=False)
 class RemoteEngine:
     """The connection to one producer."""
 
@@ -89,6 +113,7 @@ class RemoteEngine:
     address: tuple[str, int]
     parallel: ParallelSizes
     connecting: Future[list[RemoteRank]]
+    contact: _Contact
     state: RemoteEngineState = RemoteEngineState.CONNECTING
     ranks: list[RemoteRank] = field(default_factory=list)
     error: PynixlkvError | None = None
@@ -169,17 +194,20 @@ class RemoteEngines:
             return engine
         engine = self._engines.get(key)
         if engine is None:
-            future = self._submit(lambda: self._connect(engine_id, address, parallel))
-            engine = self._engines[key] = RemoteEngine(engine_id, address, parallel, future)
+            contact = _Contact()
+            future = self._submit(lambda: self._connect(engine_id, address, parallel, contact))
+            engine = RemoteEngine(engine_id, address, parallel, future, contact)
+            self._engines[key] = engine
         engine.heartbeat_period = heartbeat_period
         engine.last_used = now
         return engine
 
     def _connect(
-        self, engine_id: str, address: tuple[str, int], parallel: ParallelSizes
+        self, engine_id: str, address: tuple[str, int], parallel: ParallelSizes, contact: _Contact
     ) -> list[RemoteRank]:
         """Connect to all ranks that matter; blocks, on another thread."""
         ctx, me = self._ctx, self._ctx.identity
+        times = [time.perf_counter()]
         ranks = tp_mapping.ranks_to_tell(ctx.cache.groups, me.rank, me.parallel, parallel)
         hellos = self._fetch(
             address, engine_id=engine_id, ranks=ranks, timeout=self._ctx.config.handshake_timeout
@@ -192,19 +220,31 @@ class RemoteEngines:
                 available=sorted(hellos),
                 peer=engine_id,
             )
-        peers: list[Peer] = []
+        times.append(time.perf_counter())
+        peers = contact.peers
         try:
             for rank in ranks:
                 peer = self._ctx.peers.connect(hellos[rank])
                 peers.append(peer)
-            connected = [
-                self._plan(rank, peer, parallel) for rank, peer in zip(ranks, peers, strict=True)
-            ]
-            tp_mapping.check_complete(
-                ctx.cache, [each.geometry for each in connected if each.plans]
-            )
+            times.append(time.perf_counter())
+            try:
+                connected = [
+                    self._plan(rank, peer, parallel)
+                    for rank, peer in zip(ranks, peers, strict=True)
+                ]
+                tp_mapping.check_complete(
+                    ctx.cache, [each.geometry for each in connected if each.plans]
+                )
+            except (PlanError, LayoutError, IncompatibleLayoutError) as error:
+                contact.refusal = _refusal(ctx.cache, engine_id, peers, error)
+                connected = [
+                    self._unread(rank, peer) for rank, peer in zip(ranks, peers, strict=True)
+                ]
             for peer in peers:
                 ctx.introduce(peer)
+            times.append(time.perf_counter())
+            names = ("handshake", "connect", "self-test")
+            contact.seconds.update(zip(names, map(operator.sub, times[1:], times), strict=True))
         except BaseException:
             for peer in peers:
                 self._ctx.peers.release(peer)
@@ -213,7 +253,7 @@ class RemoteEngines:
 
     def _plan(self, rank: Rank, peer: Peer, parallel: ParallelSizes) -> RemoteRank:
         ctx, me = self._ctx, self._ctx.identity
-        cache, lease_table, *scratch = split(peer)
+        cache, _, *scratch = split(peer)
         slices = tp_mapping.transfer_slices(ctx.cache, me.rank, me.parallel, cache, rank, parallel)
         plans = tuple(
             TransferPlan(
@@ -228,8 +268,13 @@ class RemoteEngines:
         )
         if scratch and ctx.scratch is not None:
             self._test(peer, ctx.scratch, scratch[0], slices)
-        words = TransferPlan(ctx.lease_buffer.geometry, lease_table)
-        return RemoteRank(rank, peer, plans, words, cache)
+        return replace(self._unread(rank, peer), plans=plans)
+
+    def _unread(self, rank: Rank, peer: Peer) -> RemoteRank:
+        """Return a rank whose leases can be read, and no blocks."""
+        cache, lease_table, *_ = split(peer)
+        words = TransferPlan(self._ctx.lease_buffer.geometry, lease_table)
+        return RemoteRank(rank, peer, (), words, cache)
 
     def _test(
         self, peer: Peer, ours: KVCache, theirs: Geometry, slices: list[tp_mapping.TransferSlice]
@@ -283,11 +328,15 @@ class RemoteEngines:
         """Send new readers, and the heartbeats that are due; return when the next one is."""
         due = self._ctx.config.peer_ttl
         for engine in self.all():
-            if engine.state is not RemoteEngineState.READY or not engine.requests:
+            is_ready = engine.state is RemoteEngineState.READY
+            if not engine.requests or not (is_ready or engine.contact.peers):
                 continue
             if now >= engine.next_heartbeat:
                 engine.next_heartbeat = now + engine.heartbeat_period
-                self._beat_or_drop(engine)
+                if is_ready:
+                    self._beat_or_drop(engine)
+                else:
+                    self._announce(engine)
             due = min(due, max(engine.next_heartbeat - now, 0.0))
         attaching, self._attaching = self._attaching, defaultdict(list)
         for engine, readers in attaching.items():
@@ -316,8 +365,15 @@ class RemoteEngines:
                 producer.unanswered += 1
 
     def _beat(self, engine: RemoteEngine) -> bool:
-        readers = [r for r in engine.requests.values() if r is not None and r.lease is not None]
-        return self._tell(engine, readers, wants_ack=True)
+        return self._tell(engine, _with_lease(engine), wants_ack=True)
+
+    def _announce(self, engine: RemoteEngine) -> None:
+        """Keep leases alive during a first contact that takes long; its thread sees what fails."""
+        for readers in _chunks(_with_lease(engine)):
+            message = messages.encode(messages.Heartbeat(readers, wants_ack=False))
+            for peer in list(engine.contact.peers):
+                with contextlib.suppress(PynixlkvError):
+                    self._ctx.agent.notify(peer, message)
 
     def _tell(
         self, engine: RemoteEngine, readers: list[messages.Reader], *, wants_ack: bool
@@ -371,6 +427,8 @@ class RemoteEngines:
                     for rank in engine.ranks:
                         self._by_agent[rank.peer.name].append(rank)
                     self._replace_by(engine)
+                    if engine.contact.refusal is not None:
+                        _log.error("%s", str(engine.contact.refusal))
                 else:
                     self._refused[engine.key] = now + _REFUSAL_S, engine
                     self.drop(engine, _reason(engine, error))
@@ -439,6 +497,25 @@ def split(peer: Peer) -> Sequence[Geometry]:
             peer=peer.name,
         )
     return found
+
+
+def _with_lease(engine: RemoteEngine) -> list[messages.Reader]:
+    return [r for r in engine.requests.values() if r is not None and r.lease is not None]
+
+
+def _refusal(
+    cache: Geometry, engine_id: str, peers: list[Peer], error: PynixlkvError
+) -> PynixlkvError:
+    here = sorted({group.block_size for group in cache.groups})
+    there = sorted({group.block_size for peer in peers for group in split(peer)[0].groups})
+    hint = f"; blocks have {here} tokens here, {there} there (--block-size of vLLM)"
+    made = IncompatibleLayoutError(
+        f"nothing can be read from engine {engine_id!r}: {error}{hint if here != there else ''}",
+        differences=getattr(error, "differences", ()),
+        peer=engine_id,
+    )
+    made.__cause__ = error
+    return made
 
 
 def _reason(engine: RemoteEngine, error: BaseException) -> PynixlkvError:

@@ -144,6 +144,7 @@ class ConnectorScheduler:
         self._receiving: dict[str, _Receiving] = {}
         self._settled: set[str] = set()  # received, or not to be
         self._held: dict[str, _Held] = {}
+        self._consumer_comes = False
         self._pushed_by_layer: set[str] = set()  # their blocks may be in use until the lease ends
         self._first_samples: dict[str, str] = {}  # ids of held requests, by sibling group
         self._turns: dict[str, int] = {}  # blocks of held turns, the oldest turn first
@@ -401,8 +402,9 @@ class ConnectorScheduler:
         if self.address is None:
             raise ConfigError("the scheduler's address is not set; hand-offs need to name it")
         cut = self._cut(blocks, 0, num_tokens)
+        is_kept = not request.params.do_remote_decode
         if any(
-            group.is_partial and start > group.first_needed(num_tokens)
+            (is_kept or group.is_partial) and start > group.first_needed(num_tokens)
             for group, start in zip(self._groups, cut.starts, strict=True)
         ):
             return self._not_held(request, "what its next token sees is gone")
@@ -423,7 +425,6 @@ class ConnectorScheduler:
             return self._not_held(request, "the producer's host blocks are all in use")
         num_readers = request.params.num_readers
         meta = replace(staged, lease=lease, num_readers=num_readers)
-        is_kept = not request.params.do_remote_decode
         if is_kept:
             self._make_room(request.request_id, sum(map(len, blocks)))
             num_readers = 1
@@ -505,7 +506,15 @@ class ConnectorScheduler:
     def build_connector_meta(self) -> ConnectorMetadata:
         """Return the message to the workers for this step, and start the next one."""
         built, self._next = self._next, ConnectorMetadata()
+        built.consumer_comes, self._consumer_comes = self._consumer_comes, False
         return built
+
+    def consumer_comes(self) -> None:
+        """Note that a consumer has asked for hellos; may be called from another thread.
+
+        Its first heartbeat can take longer than a lease on a busy machine.
+        """
+        self._consumer_comes = True
 
     def update_finished(
         self,

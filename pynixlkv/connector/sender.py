@@ -126,6 +126,8 @@ class _Held:
     """Must complete before readers may see the blocks, and before they may be reused."""
     is_staged: bool = False
     is_granted: bool = False
+    is_extended: bool = False
+    """It got more time for its first reader."""
     readers: dict[int, _Reader] = field(default_factory=dict)
     num_done: int = 0
     """Readers that have released the lease."""
@@ -272,6 +274,13 @@ class Sender:
         """End the lease of a request for all of its readers."""
         if request_id in self._held:
             self._end(self._held[request_id], why)
+
+    def await_readers(self, now: float) -> None:
+        """Extend leases without a reader, each once: a consumer is on its way."""
+        for held in self._held.values():
+            if not (held.readers or held.ending or held.is_extended):
+                held.is_extended = True
+                held.deadline = max(held.deadline, now + self._ctx.config.lease_duration)
 
     def not_held(self, request_id: str, why: str) -> None:
         """Fail the pushes of a request that will never be held."""

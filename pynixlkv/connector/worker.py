@@ -268,6 +268,7 @@ class ConnectorWorker:
             partial(sender.save, metadata.reqs_to_save),
             *(partial(sender.hold, *item, event, now) for item in metadata.reqs_to_send.items()),
             *(partial(sender.end, *item) for item in metadata.reqs_to_end.items()),
+            *([partial(sender.await_readers, now)] if metadata.consumer_comes else []),
         ]
         for command in todo:
             self._guard(command)

@@ -25,7 +25,7 @@ from pynixlkv.handshake import message as msg
 from pynixlkv.handshake.security import Address, Keys, find_keys, resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from pynixlkv.types import Rank
 
@@ -62,6 +62,8 @@ class Handshake(Closeable):
         file in ``PYNIXLKV_SECRET_FILE``. Encrypts on loopback as well.
     allow_insecure : bool
         Listen on other than loopback addresses although there is no secret.
+    on_contact : callable, optional
+        Called on the listener's thread before each answer with hellos. Must not block.
 
     Raises
     ------
@@ -88,6 +90,7 @@ class Handshake(Closeable):
         port: int = 0,
         secret: bytes | str | None = None,
         allow_insecure: bool = False,
+        on_contact: Callable[[], None] = lambda: None,
     ) -> None:
         self._listener: _Listener | None = None
         identity = msg.check_identity(engine_id, compatibility)
@@ -97,7 +100,7 @@ class Handshake(Closeable):
         keys = find_keys(secret)
         address = resolve(host, port, keys=keys, allow_insecure=allow_insecure)[0]
         check_reserve("a Handshake")
-        listener = _Listener(identity, served, address, keys)
+        listener = _Listener(identity, served, address, keys, on_contact)
         self.host = host.strip("[]")
         """The host as given; for a wildcard, tell peers a name of this machine instead."""
         self.port = listener.port
@@ -256,8 +259,10 @@ class _Listener:
         served: Mapping[Rank, bytes],
         address: Address,
         keys: Keys | None,
+        on_contact: Callable[[], None],
     ) -> None:
         self.served = served
+        self._on_contact = on_contact
         self._identity = identity
         self._keys = keys
         # A context of its own: an authenticator answers for all sockets of its context.
@@ -369,6 +374,7 @@ class _Listener:
         if total > msg.MAX_REPLY_BYTES - msg.MAX_REQUEST_BYTES:
             text = f"{len(hellos)} hellos of {total} bytes; ask for fewer at once"
             return msg.Refusal("size", text)
+        self._on_contact()
         return msg.Answer(ranks, hellos)
 
 

@@ -217,6 +217,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             host=options.side_channel_host,
             port=port,
             allow_insecure=options.allow_insecure,
+            on_contact=self._side.consumer_comes,
         )
         self._side.address = self._handshake.host, self._handshake.port
         _log.info("engine %s serves its handshake at %s", self._engine_id, self._handshake.address)

@@ -10,6 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1 import kv_cache_interface
 
@@ -96,6 +97,11 @@ def _select_tables(config: Any, block_ids: Sequence[list[int]]) -> tuple[list[in
     return tuple(block_ids[i] for i in config.transfer_group_ids)
 
 
+def _lookahead(config: Any) -> int:  # noqa: ANN401
+    speculative = config.speculative_config
+    return int(speculative is not None and speculative.use_eagle())
+
+
 _YOUNGER: dict[type, dict[str, object]] = {
     kv_cache_interface.KVCacheSpec: {
         "dcp_sharded": True,
@@ -104,6 +110,7 @@ _YOUNGER: dict[type, dict[str, object]] = {
         "tokens_per_state": 1,
         "tp_replicated": False,
     },
+    VllmConfig: {"num_prefill_lookahead_tokens": property(_lookahead)},
     kv_cache_interface.KVCacheConfig: {
         "transfer_group_ids": property(lambda config: tuple(range(len(config.kv_cache_groups)))),
         "transfer_groups": property(lambda config: tuple(config.kv_cache_groups)),

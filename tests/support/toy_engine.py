@@ -101,15 +101,23 @@ class ToyRank:
         worker: ToyWorker,
     ) -> None:
         self.model, self.agent, self.worker = model, agent, worker
-        self.axes, self.block_size = axes, block_size
+        self.axes, self.block_size = axes.replace("L", ""), block_size
         self.layers = held_layers(rank[0], parallel.pp, model.layers)
         self.heads = held_heads(rank[1], parallel.tp, model.kv_heads)
         sizes = {"K": 2, "B": num_blocks, "H": len(self.heads), "N": block_size, "D": model.dim}
+        sizes["L"] = len(self.layers)
         dims = [sizes[letter] for letter in axes]
-        self.tensors = {f"layer.{i}": np.full(dims, POISON, np.uint16) for i in self.layers}
+        if "L" in axes:
+            whole = np.full(dims, POISON, np.uint16)
+            given = {"all": whole}
+            each = iter(np.moveaxis(whole, axes.index("L"), 0))
+        else:
+            given = {f"layer.{i}": np.full(dims, POISON, np.uint16) for i in self.layers}
+            each = iter(given.values())
+        self.tensors = {f"layer.{i}": next(each) for i in self.layers}
         is_exact = model.knows_heads or len(self.heads) > 1
-        tensors = list(self.on_device(self.tensors).items())
-        step = 1 if model.is_apart else len(tensors)
+        tensors = list(self.on_device(given).items())
+        step = 1 if model.is_apart else len(self.layers)
         self.cache = KVCache.combine(
             *(
                 KVCache.from_tensors(
@@ -125,7 +133,7 @@ class ToyRank:
                     dtype=f"uint16:{model.packing}" if model.packing else None,
                     opaque_axes="HND" if model.packing else "",
                 )
-                for at in range(0, len(tensors), step)
+                for at in range(0, len(self.layers), step)
             )
         )
         self.metadata = worker.register_kv_caches(self.cache)

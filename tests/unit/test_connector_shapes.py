@@ -73,3 +73,39 @@ def test_every_rank_gets_its_layers_and_heads(kind, shape, mode):
             # Every stage and rank of the producer is released, unread ones too.
             world.until(lambda name=name: name in world.outcomes["P"].sent)
         assert not world.outcomes["D"].failed
+
+
+# What the NixlConnector of vLLM 0.33 refuses: options of the producer, then of the consumer.
+REFUSED_ELSEWHERE = {
+    "consumer PP 2": ({}, {"pp": 2}),
+    "PP 4 x TP 1 to PP 2 x TP 2": ({"pp": 4}, {"pp": 2, "tp": 2}),
+    "TP 4, blocks of 8 to TP 1, blocks of 16": ({"tp": 4}, {"block_size": 16}),
+    "blocks of 16 to blocks of 8": ({"block_size": 16}, {}),
+    "NHD at TP 2 to HND at TP 4": ({"axes": "KBNHD", "tp": 2}, {"tp": 4}),
+    "HND at TP 4 to NHD at TP 2": ({"axes": "BHKND", "tp": 4}, {"axes": "KBNHD", "tp": 2}),
+    "rows of all layers to one tensor a layer": (
+        {"axes": "BLKHND"},
+        {"block_size": 16, "tp": 2},
+    ),
+    "one tensor of all layers to PP 2": (
+        {"axes": "LKBHND", "tp": 2},
+        {"axes": "KBNHD", "pp": 2},
+    ),
+    "TP 3 to TP 2": ({"tp": 3}, {"tp": 2}),
+}
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("producer, consumer", REFUSED_ELSEWHERE.values(), ids=REFUSED_ELSEWHERE)
+def test_what_nixlconnector_refuses_arrives(mode, producer, consumer):
+    model = Model(layers=4, kv_heads=12)
+    common = {"axes": "KBHND", "block_size": 8, "num_blocks": 24}
+    with World(mode, checksums="all", self_test=True) as world:
+        prefill = world.engine("P", model, **{**common, **producer})
+        decode = world.engine("D", model, **{**common, **consumer})
+        decode.arrive("d", 0, 61, prefill.prefill("p", 0, 61))
+        assert decode.schedule("d", 0) == 61
+        world.until(lambda: "d" in world.outcomes["D"].received or world.outcomes["D"].failed)
+        assert not world.outcomes["D"].failed
+        assert decode.holds("d")
+        world.until(lambda: "p" in world.outcomes["P"].sent)

@@ -194,6 +194,16 @@ def test_all_ranks(secret):
     assert "hello of" not in repr(engine)
 
 
+def test_the_listener_tells_of_contacts_with_peers_that_fit():
+    contacts = []
+    with serve(on_contact=lambda: contacts.append(1)) as listener:
+        with pytest.raises(CompatMismatch):
+            ask(listener, compatibility={**FIELDS, "model": "another"})
+        assert not contacts
+        ask(listener)
+        assert contacts == [1]
+
+
 def test_some_ranks():
     hellos = {(pp, tp): b"%d%d" % (pp, tp) for pp in range(2) for tp in range(3)}
     with serve(hellos=hellos) as listener:

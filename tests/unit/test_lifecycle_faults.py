@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import msgspec
@@ -23,7 +24,7 @@ from toy_pair import (
 )
 from toy_world import DEADLINE_S, FakeEvent, World
 
-from pynixlkv.connector import messages
+from pynixlkv.connector import messages, verification
 from pynixlkv.connector import worker as worker_module
 from pynixlkv.connector.messages import ConsumerRank
 from pynixlkv.connector.metadata import (
@@ -38,6 +39,7 @@ from pynixlkv.connector.scheduler import ConnectorScheduler, GroupSpec
 from pynixlkv.errors import (
     ConfigError,
     HandshakeError,
+    IncompatibleLayoutError,
     LeaseExpired,
     PeerLostError,
     RankNotFound,
@@ -852,6 +854,70 @@ def test_time_in_the_queue_of_handshakes_does_not_count(monkeypatch):
         assert isinstance(errors(world, "x")[0], TransferTimeout)
         blocked.let_go.set()
         world.until(received(world))
+
+
+def test_a_consumer_that_has_asked_for_hellos_gets_one_lease_more():
+    with pair(**BEATS_10) as (world, prefill, _):
+        prefill.prefill("p1", 7, 13)
+        world.quiet()
+        begin = world.clock.now
+        while prefill.stats.live_leases:
+            prefill.scheduler.consumer_comes()
+            world.pass_time(5)
+        assert world.clock.now == begin + 35
+
+
+def test_a_first_contact_that_takes_long_keeps_the_lease_alive(monkeypatch, caplog):
+    is_testing, let_go = threading.Event(), threading.Event()
+
+    def slow_test(*_):
+        is_testing.set()
+        assert let_go.wait(DEADLINE_S)
+
+    monkeypatch.setattr(verification, "self_test", slow_test)
+    caplog.set_level("INFO", "pynixlkv")
+    with pair(**BEATS_10, self_test=True, transfer_timeout=1000) as (world, prefill, decode):
+        params = prefill.prefill("p1", 7, 13)
+        world.has_blocked_threads = True
+        start(world, decode, params)
+        world.until(is_testing.is_set)
+        world.pass_time(200, 40)
+        assert prefill.stats.live_leases == 1
+        let_go.set()
+        world.until(received(world))
+        world.until(sent(world))
+        start(world, decode, prefill.prefill("p2", 8, 13), request_id="d2", prompt=8)
+        world.until(received(world, "d2"))
+    (line,) = [r.getMessage() for r in caplog.records if "first contact" in r.getMessage()]
+    phases = ("handshake", "connect", "self-test", "connecting", "moving", "reading")
+    assert all(re.search(rf" {name} \d+ ms", line) for name in phases)
+    assert " connecting 200000 ms" in line
+
+
+def test_engines_whose_blocks_do_not_fit_are_refused_at_one_contact_and_release(caplog):
+    with World() as world:
+        model = Model(packing="packed")
+        prefill = world.engine("P", model)
+        decode = world.engine("D", model, block_size=8)
+        for i in range(3):
+            start(
+                world,
+                decode,
+                prefill.prefill(f"p{i}", i, 8),
+                request_id=f"d{i}",
+                prompt=i,
+                num_tokens=8,
+            )
+            world.until(failed(world, f"d{i}"))
+            (error,) = errors(world, f"d{i}")
+            assert isinstance(error, IncompatibleLayoutError)
+            assert "[8] tokens here, [4] there (--block-size of vLLM)" in str(error)
+        world.until(lambda: prefill.stats.leases == {"released": 3})
+        assert world.num_fetches == 1
+        assert decode.stats.causes == {"refused": 3}
+    assert [r.levelname for r in caplog.records if "nothing can be read" in r.msg % r.args].count(
+        "ERROR"
+    ) == 1
 
 
 def test_an_engine_that_cannot_be_reached_is_refused_for_a_moment():

@@ -285,6 +285,7 @@ class FakeServer:
 
             def answer(self, body):
                 self.send_response(200)
+                self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
