@@ -25,7 +25,7 @@ FORMATTED := $(shell find csrc tests/cpp tests/cuda_stub -name '*.?pp')
 
 .PHONY: help ci build demo test wheel sdist check-wheel test-wheel ci-wheel matrix release-check \
 	test-vllm test-vllm-ci test-vllm-releases matrix-vllm bench-vllm lint typing stubs format tidy \
-	asan asan-tests tsan soak cov \
+	asan asan-tests tsan soak mutants cov \
 	cov-report docs pages bench gpu-wheels gpu clean
 
 help:  ## this list
@@ -194,6 +194,9 @@ tsan: $(VENV)/.demo-deps  ## C++ tests under the thread sanitizer
 
 soak: build $(VENV)/.test-deps  ## random faults for SOAK_SECONDS (300), beside agents that must outlive them
 	PYTHONPATH=tests/support $(PY) -c "import sys; from tests.soak import main; sys.exit(main())"
+
+mutants: build $(VENV)/.test-deps $(VENV)/.mutants-deps  ## change the code at random; look which tests notice
+	$(PY) .ci/mutants.py
 
 cov:  ## branch coverage; fails below 100 % on geometry, topology, plan and csrc/kv
 	$(MAKE) PRESET=coverage cov-report

@@ -49,7 +49,7 @@ def main(arguments=None):
     console = Console(width=100)
     results = {}
     is_ok = True
-    for series in SERIES:
+    for series in SERIES[-1:] if options.quick else SERIES:
         try:
             report = run_cases(
                 make_cases(options.device, (Series.memcpy, series), **size),

@@ -30,6 +30,7 @@ class Part:
     arguments: tuple[str, ...]
     deadline_s: float
     short: tuple[str, ...] = ()
+    needs_engines: bool = False
 
 
 def parts(device):
@@ -40,7 +41,7 @@ def parts(device):
             "Conformance, kills, contexts and kinds of device memory",
             (*PYTEST, "tests/cuda", "-m", "not stub"),
             1800,
-            ("-k", "TestUcx and (test_reads or test_a_killed) or test_threads"),
+            ("-k", "not Host and (test_read_moves or test_killed_after) or test_threads_of"),
         ),
         Part("Blocks of two processes, every byte compared", (*PYTEST, "tests/gpu"), 1800),
         Part(
@@ -48,6 +49,12 @@ def parts(device):
             ("-m", "bench.gpu", "--device", device),
             900,
             ("--quick",),
+        ),
+        Part(
+            "Two vLLM engines on one card, tokens compared",
+            (*PYTEST, "tests/vllm/test_hand_off.py", "-k", "OURS or UCX"),
+            3600,
+            needs_engines=True,
         ),
     ]
 
@@ -114,6 +121,11 @@ def main(arguments=None):
             add(describe("Cards", ["nvidia-smi"], *run(["nvidia-smi"], 60, env), 0))
         device = "cpu" if options.rehearse else options.device
         for part in parts(device):
+            if part.needs_engines and (options.rehearse or not importlib.util.find_spec("vllm")):
+                why = "a rehearsal starts none" if options.rehearse else "vllm is not installed"
+                add(f"## {part.title}: left out, {why}\n")
+                print(f"{part.title}: left out, {why}")
+                continue
             command = [sys.executable, *part.arguments, *(part.short if options.rehearse else ())]
             print(f"{part.title} ...", flush=True)
             began = time.monotonic()

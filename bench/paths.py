@@ -1,37 +1,91 @@
 """Scattered blocks between two processes of one host: ordinary memory, `allocate`, and TCP.
 
 ``python -m bench.paths`` moves 64 MiB in blocks of each size, compares every byte, and prints GB/s
-beside what limits each path and beside NIXL's own Python API. Medians of 7 interleaved rounds.
+beside what limits each path and beside NIXL's own Python API. Medians of interleaved rounds. Each
+series has two processes of its own, which stand still while others have their turn: threads of NIXL
+and of agents that wait would take their processors.
 """
 
 import argparse
+import contextlib
 import json
+import os
+import signal
 import sys
-
-from rich.console import Console
+from statistics import median
 
 from bench.peers.paths import PathWorker, Peer
-from pynixlkv.cli.bench.cases import Case, Series
-from pynixlkv.cli.bench.run import run_cases
-from pynixlkv.cli.render import show_bench
+from pynixlkv.cli.bench.cases import TRANSPORTS, Case, Series
+from pynixlkv.testing.process import ChildProcess
 
 TOTAL_BYTES = 64 << 20
+DIRECTIONS = ("get", "put")
 SIZES = [4 << 10, 16 << 10, 64 << 10, 1 << 20]
 ROUNDS = 7
-TIMEOUT_S = 1000
 AGENTS = (Peer.nixl_api, Series.nixl, Series.ucx)
 # The first of each is the limit.
 SERIES = {
-    "cma": (Series.memcpy, *AGENTS, Series.ucx_allocated),
+    "cma": (Series.memcpy, *AGENTS, Peer.two_threads, Series.ucx_allocated),
     "tcp": (Peer.socket, *AGENTS),
 }
 
 
-def make_cases(transports=tuple(SERIES), sizes=tuple(SIZES), total_bytes=TOTAL_BYTES):
+class Pair:
+    """The two processes of a series."""
+
+    def __init__(self, stack, series, case):
+        self.series, self.case = series, case
+        environment = TRANSPORTS[case.transport].environment
+        if series is Peer.two_threads:
+            environment = environment | {"PYNIXLKV_COPY_THREADS": "2"}
+        start = lambda name: stack.enter_context(ChildProcess(name, env=environment))  # noqa: E731
+        self._target, self._initiator = start("target"), start("initiator")
+        for process in (self._target, self._initiator):
+            process.call(PathWorker, keep=True)
+        stack.callback(self.signal, signal.SIGCONT)
+        self._initiator.call("open", case, self._target.call("offer", case))
+        self.signal(signal.SIGSTOP)
+
+    def signal(self, number):
+        for child in (self._target, self._initiator):
+            os.kill(child.process.pid, number)
+
+    def run(self, *, compare):
+        """Return the seconds of one run."""
+        self.signal(signal.SIGCONT)
+        is_write = self.case.direction == "put"
+        has_target = self.series is not Series.memcpy
+        if has_target:
+            self._target.call("serve", self.series, clear=compare and is_write)
+        seconds, wrong, error = self._initiator.call(
+            "run", self.series, compare=compare and not (is_write and has_target)
+        )
+        if has_target:
+            wrong += self._target.call("rest", compare=compare and is_write)
+        self.signal(signal.SIGSTOP)
+        if wrong or error:
+            raise SystemExit(f"{self.case.describe()}, {self.series.value}: {wrong} wrong {error}")
+        return seconds
+
+
+def measure(case, rounds):
+    """Return the seconds of each round of each series."""
+    with contextlib.ExitStack() as stack:
+        pairs = [Pair(stack, series, case) for series in case.series]
+        times = {series.value: [] for series in case.series}
+        for number in range(rounds + 2):  # the first and the last compare, and are not timed
+            for pair in pairs if number % 2 else pairs[::-1]:
+                seconds = pair.run(compare=number in (0, rounds + 1))
+                if 0 < number <= rounds:
+                    times[pair.series.value].append(seconds)
+    return times
+
+
+def make_cases(transports, directions, sizes, total_bytes):
     return [
         Case(transport, direction, "scattered", size, total_bytes // size, 64, SERIES[transport])
         for transport in transports
-        for direction in ("get", "put")
+        for direction in directions
         for size in sizes
     ]
 
@@ -39,21 +93,32 @@ def make_cases(transports=tuple(SERIES), sizes=tuple(SIZES), total_bytes=TOTAL_B
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--path", choices=SERIES, action="append", help="default: all")
+    parser.add_argument("--direction", choices=DIRECTIONS, action="append", help="default: both")
     parser.add_argument("--size", type=int, action="append", help="KiB; default: all")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--mib", type=int, default=TOTAL_BYTES >> 20, help="bytes of a run, in MiB")
+    parser.add_argument("--json", action="store_true", help="also print all times as JSON")
     options = parser.parse_args(arguments)
     sizes = [size << 10 for size in options.size or ()] or SIZES
-    report = run_cases(
-        make_cases(options.path or tuple(SERIES), sizes), options.rounds, TIMEOUT_S,
-        lambda label, done, total: print(f"{done}/{total} {label}", file=sys.stderr),
-        worker=PathWorker,
-    )  # fmt: skip
+    results = {}
+    directions = options.direction or DIRECTIONS
+    for case in make_cases(options.path or SERIES, directions, sizes, options.mib << 20):
+        before = os.getloadavg()[0]
+        times = results[case.describe()] = measure(case, options.rounds)
+        limit, nixl = (times[s.value] for s in (case.series[0], Peer.nixl_api))
+        print(f"{case.describe()}; load {before:.0f}")
+        for name, seconds in times.items():
+            of_limit = median(a / b for a, b in zip(limit, seconds, strict=True))
+            of_nixl = median(a / b for a, b in zip(nixl, seconds, strict=True))
+            print(
+                f"  {name:24}{case.num_bytes / median(seconds) / 1e9:6.2f} GB/s, best "
+                f"{case.num_bytes / min(seconds) / 1e9:6.2f};{of_limit:6.2f} of the limit,"
+                f"{of_nixl:6.2f} of NIXL's API",
+                flush=True,
+            )
     if options.json:
-        print(json.dumps(report.as_dict()))
-    else:
-        show_bench(report, Console(width=100))
-    return 0 if report.ok else 1
+        print(json.dumps(results))
+    return 0
 
 
 if __name__ == "__main__":

@@ -130,7 +130,10 @@ def pynixlkv_rows(work: Workload) -> tuple[np.ndarray, np.ndarray]:
     return work.plan.descriptors(work.local_blocks, work.remote_blocks)
 
 
-BUFFERS = tuple(np.empty((2 * NUM_LAYERS * TABLE_BLOCKS, 3), np.uint64) for _ in range(2))
+BUFFERS = (
+    np.empty((2 * NUM_LAYERS * TABLE_BLOCKS, 3), np.uint64),
+    np.empty((2 * NUM_LAYERS * TABLE_BLOCKS, 3), np.uint64),
+)
 
 
 def pynixlkv_into_buffers(work: Workload) -> tuple[np.ndarray, np.ndarray]:

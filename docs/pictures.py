@@ -12,11 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby, product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pynixlkv.geometry import KVCache
+from pynixlkv.geometry import KVCache, Part
 from pynixlkv.plan import TransferPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PICTURES = Path(__file__).parent / "concepts" / "pictures"
 LAYOUTS = ("KBHND", "KBNHD", "BKHND", "BKNHD", "BHKND", "BNKHD", "BHNC", "BNHC", "LBHNC", "BND")
@@ -46,6 +50,7 @@ LAYERS = (
     ("plan", "TransferPlan", "two geometries and two block tables to runs of bytes", "#86b6e3"),
     ("geometry", "KVCache, pynixlkv.topology", "axes, strides, who holds what", "#cfe3f7"),
 )
+PART_FILLS = (("#cfe3f7", "#86b6e3"), ("#fde3c0", "#f5b35c"), ("#cfe5c8", "#cfe5c8"))
 FILLS = {(0, 0): "#cfe3f7", (0, 1): "#86b6e3", (1, 0): "#fde3c0", (1, 1): "#f5b35c"}
 
 
@@ -199,6 +204,73 @@ def draw_plan(local_axes: str, remote_axes: str) -> str:
     return document(words, 246, parts)
 
 
+def make_state(rank: int, size: int) -> KVCache:
+    """Return the state of a convolution: heads of x, and B and C, which every rank holds whole."""
+    parts = [
+        Part("x", "HD", {"D": 2}, 4),
+        Part("B", "D", {"D": 2}, None),
+        Part("C", "D", {"D": 2}, None),
+    ]
+    state = np.zeros((2, 2, 8 // size + 4), np.uint16)
+    return KVCache.from_parts({"layer": state}, axes="BKP", parts=parts, tp=(rank, size))
+
+
+def make_packed(rank: int, size: int) -> KVCache:
+    """Return pages that hold the packed data of all heads, and then their scales."""
+    parts = [
+        Part("data", "HND", {"N": 4, "D": 4}, 2, "float4_e2m1fn_x2"),
+        Part("scales", "HND", {"N": 4, "D": 1}, 2, "float8_e4m3fn"),
+    ]
+    pages = np.zeros((2, 2 // size, 4, 5), np.uint8)
+    return KVCache.from_parts({"layer": pages}, axes="BPPP", parts=parts, tp=(rank, size))
+
+
+def make_compressed(rank: int, size: int) -> KVCache:
+    """Return a latent with one entry for each four tokens."""
+    array = np.zeros((3, 4, 8), np.uint8)
+    return KVCache.from_tensors(
+        {"layer": array}, axes="BND", kv_heads=None, tp=(rank, size), tokens_per_state=4
+    )
+
+
+def draw_pages(name: str, make: Callable[[int, int], KVCache]) -> str:
+    """Draw pages of several parts, and what rank 1 of 2 reads of block 1."""
+    local, remote = make(1, 2), make(0, 1)
+    table = remote.geometry.groups[0].table
+    plan = TransferPlan(local.geometry, remote.geometry)
+    _, rows = plan.descriptors({table: [LOCAL_BLOCK]}, {table: [REMOTE_BLOCK]})
+    base = remote.geometry.spans[0].address
+    parts, pixel, top = [], CELL // 2, 56
+    for group, fills in zip(remote.geometry.groups, PART_FILLS, strict=False):
+        for region in group.regions:
+            axes = (region.kv, region.block, region.head, region.token)
+            for index in product(*(range(axis.start, axis.start + axis.count) for axis in axes)):
+                steps = zip(axes, index, strict=True)
+                offset = sum((i - axis.start) * axis.stride for axis, i in steps)
+                x = LEFT + (region.address - base + offset) * pixel
+                width = region.dim.count * group.element_bytes * pixel
+                first = index[3] * group.tokens_per_state
+                words = f"{first}..{first + group.tokens_per_state - 1}"
+                if group.tokens_per_state == 1:
+                    words = str(index[3]) if group.block_size else f"{index[2]}"
+                parts.append(rectangle(x, top, width - 1, HEIGHT, fills[index[2] % 2]))
+                parts.append(label(x + width // 2, top + 15, words, size=9))
+    block = remote.geometry.groups[0].regions[0].block
+    for at in range(block.count):
+        x, end = (LEFT + (at + step) * block.stride * pixel for step in (0, 1))
+        parts.append(f'<path d="M{x} 53V48H{end - 2}V53" fill="none" stroke="#777"/>')
+        parts.append(label((x + end) // 2, 44, f"block {at}"))
+    for address, nbytes, _ in rows.tolist():
+        x = LEFT + (address - base) * pixel
+        parts.append(rectangle(x, top + HEIGHT + 3, nbytes * pixel - 1, 5, "#222"))
+    for i, (group, fills) in enumerate(zip(remote.geometry.groups, PART_FILLS, strict=False)):
+        parts.append(rectangle(LEFT + 90 * i, 98, 12, 12, fills[0]))
+        parts.append(label(LEFT + 90 * i + 17, 108, group.name, anchor="start"))
+    count = f"{len(rows)} run{'s' if len(rows) > 1 else ''}"
+    words = f"{name} — rank 1 of 2 reads block {REMOTE_BLOCK} in {count}"
+    return document(words, 122, [label(LEFT, 20, words, anchor="start", size=13), *parts])
+
+
 def draw_layers() -> str:
     """Draw the five layers, and what each knows about."""
     parts = [label(LEFT, 20, "Each layer imports only those below it", anchor="start", size=13)]
@@ -220,6 +292,9 @@ def render() -> dict[str, str]:
     pictures = {f"{axes.lower()}.svg": draw_layout(axes) for axes in LAYOUTS}
     pictures["layers.svg"] = draw_layers()
     pictures["plan.svg"] = draw_plan("KBNHD", "KBHND")
+    pictures["state.svg"] = draw_pages("x, B and C of a convolution, two taps", make_state)
+    pictures["packed.svg"] = draw_pages("packed data and scales", make_packed)
+    pictures["compressed.svg"] = draw_pages("one entry for each four tokens", make_compressed)
     return pictures
 
 

@@ -16,6 +16,7 @@ import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import msgspec
@@ -209,9 +210,7 @@ class Agent(Closeable, ABC):
         )
         registration = Registration(self, native, spans, memory)
         self._registrations[id(native)] = registration
-        for span in spans:
-            if span.memory is MemoryType.VRAM:
-                _warn_of_kind(span)
+        _warn_of_kinds(span for span in spans if span.memory is MemoryType.VRAM)
         return registration
 
     def _deregister(self, native: _native.transfer.Registration) -> None:
@@ -644,23 +643,24 @@ def _bytes_per_token(geometry: Geometry) -> float:
     )
 
 
-def _warn_of_kind(span: MemorySpan) -> None:
+def _warn_of_kinds(spans: Iterable[MemorySpan]) -> None:
     """Say so if device memory was allocated so that peers reach it through the host alone."""
     from pynixlkv import _native
 
-    kind = _native.transfer.device_memory_kind(span.address)
-    if kind is None:
-        return
-    name, advice, is_exportable, is_rdma_capable = kind
-    unable = [] if is_exportable else ["other processes of this host"]
-    if not is_rdma_capable and (cards := rdma_devices()):
-        unable.append(f"the network cards {', '.join(cards)}")
-    if unable:
-        _log.warning(
-            "%d bytes at %#x on GPU %d are %s, which %s cannot reach: they will be copied through "
-            "host memory; %s",
-            *(span.nbytes, span.address, span.device, name, " and ".join(unable), advice),
-        )
+    sizes: Counter[tuple[int, str, str, bool, bool]] = Counter()
+    for span in spans:
+        kind = _native.transfer.device_memory_kind(span.address)
+        if kind is not None:
+            sizes.update({(span.device, *kind): span.nbytes})
+    for (device, name, advice, is_exportable, is_rdma_capable), nbytes in sizes.items():
+        unable = [] if is_exportable else ["other processes of this host"]
+        if not is_rdma_capable and (cards := rdma_devices()):
+            unable.append(f"the network cards {', '.join(cards)}")
+        if unable:
+            what = f"{nbytes} bytes on GPU {device} are {name}, which {' and '.join(unable)}"
+            _log.warning(
+                "%s cannot reach: they will be copied through host memory; %s", what, advice
+            )
 
 
 def _span_arrays(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -96,7 +97,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     dim: Axis
 
 
-class Group(msgspec.Struct, frozen=True):
+class Group(msgspec.Struct, frozen=True, dict=True):
     """What some layers hold of one kind; they share one block table per request."""
 
     name: _Text
@@ -136,7 +137,7 @@ class Group(msgspec.Struct, frozen=True):
     regions: Annotated[tuple[Region, ...], msgspec.Meta(min_length=1, max_length=_MAX_REGIONS)]
     """The boxes; no element is in two of them."""
 
-    @property
+    @cached_property
     def layers(self) -> tuple[int, ...]:
         """Global indices of the layers held, ascending."""
         return tuple(chain.from_iterable(self._layer_ranges()))
@@ -151,7 +152,7 @@ class Group(msgspec.Struct, frozen=True):
                 found.append(range(start, stop))
         return found
 
-    @property
+    @cached_property
     def heads(self) -> range:
         """Global KV heads held; ``range(0, 1)`` if every rank holds the whole cache."""
         return held_heads(*self.tp, self.kv_heads)
@@ -255,10 +256,11 @@ class Geometry(msgspec.Struct, frozen=True, dict=True):
     def __post_init__(self) -> None:
         if len(set(self.names)) < len(self.groups):
             raise LayoutError(f"group names are {self.names}; each may appear once")
+        kinds = Counter(group.kind for group in self.groups)
         held: dict[tuple[str, int], str] = {}
         with_tokens: dict[str, bool] = {}
         for group in self.groups:
-            for layer in group.layers:
+            for layer in group.layers if kinds[group.kind] > 1 else ():
                 other = held.setdefault((group.kind, layer), group.name)
                 if other != group.name:
                     raise LayoutError(

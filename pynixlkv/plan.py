@@ -37,16 +37,21 @@ __all__ = ["Coverage", "GroupDescription", "PlanDescription", "TransferPlan", "p
 _T = TypeVar("_T")
 
 
-def _check_out(out: tuple[NDArray[np.uint64], NDArray[np.uint64]]) -> None:
-    for array in out:
-        is_fit = isinstance(array, np.ndarray) and array.shape[1:] == (3,)
-        flags = array.flags if is_fit and array.dtype == np.uint64 else None
-        if flags is None or not (flags.c_contiguous and flags.writeable):
+def _check_out(*arrays: object) -> None:
+    for array in arrays:
+        is_fit = (
+            isinstance(array, np.ndarray)
+            and array.shape[1:] == (3,)
+            and array.dtype == np.uint64
+            and array.flags.c_contiguous
+            and array.flags.writeable
+        )
+        if not is_fit:
             raise PlanError(
                 "out must be two writable, C-contiguous arrays of uint64 of shape (n, 3), not "
                 f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
             )
-    if len(out) != 2 or np.may_share_memory(*out):
+    if len(arrays) != 2 or np.may_share_memory(*arrays):
         raise PlanError("out must be two arrays that do not overlap")
 
 
@@ -163,6 +168,7 @@ class TransferPlan:
         "_heads",
         "_native",
         "_pairs",
+        "_sides",
         "groups",
         "local",
         "max_bytes",
@@ -201,7 +207,7 @@ class TransferPlan:
         self._heads = None if heads is None else _numbers("heads", heads)
         wanted = None if layers is None else _numbers("layers", layers)
         self._pairs = _pair_groups(local.select(self.groups), remote.groups, wanted)
-        sides = [[pair[i] for pair in self._pairs] for i in range(2)]
+        self._sides = sides = [[pair[i] for pair in self._pairs] for i in range(2)]
         if self._heads is not None:
             _check_heads(sides, self._heads)
         if wanted is not None:
@@ -257,7 +263,7 @@ class TransferPlan:
         local_start: int | Mapping[str, int],
         remote_start: int | Mapping[str, int],
     ) -> list[_GroupTables]:
-        sides = [[pair[i] for pair in self._pairs] for i in range(2)]
+        sides = self._sides
         columns = (
             _per_table("local_blocks", local_blocks, sides[0]),
             _per_table("remote_blocks", remote_blocks, sides[1]),
@@ -302,8 +308,8 @@ class TransferPlan:
         operation : Operation
             READ writes local blocks, WRITE remote ones; the written table may hold no block twice.
         out : tuple of two ndarrays of uint64, shapes (n, 3), optional
-            Where to write the local and the remote rows, for callers that repeat: fresh memory costs
-            more than the rows. C-contiguous, with room for the rows before merging.
+            Where to write the local and the remote rows, C-contiguous, with room for the rows
+            before merging. Saves fresh memory for callers that repeat.
 
         Returns
         -------
@@ -335,7 +341,7 @@ class TransferPlan:
         tables.check_written_once(remote=operation == Operation.WRITE)
         if out is None:
             return tables.descriptors()
-        _check_out(out)
+        _check_out(*out)
         count = tables.descriptors_into(*out)
         return out[0][:count], out[1][:count]
 
@@ -511,11 +517,13 @@ def _per_table(
 ) -> list[ArrayLike]:
     """Return the block table of each group."""
     if not isinstance(value, Mapping):
-        if len({group.table for group in groups}) > 1:
+        if any(group.table != groups[0].table for group in groups):
             raise PlanError(
                 f"{what} is one table, but the plan has groups {_names(groups)}; pass a mapping "
                 "of group name to table"
             )
+        if len(groups) == 1:
+            return [value]
         value = {groups[0].table: value}
     _check_names(what, value, groups)
     found = [for_group(value, group) for group in groups]

@@ -124,7 +124,7 @@ class Soak:
             resumes.start()
         is_last = False
         while not is_last:
-            # A killed peer is noticed by a read; of other faults the first read after them shows all.
+            # A read notices a killed peer; the first read after any other fault shows its harm.
             is_last = happens.finished.is_set() and fault != "kill"
             try:
                 transfer = survivor.read(peer, there, timeout)

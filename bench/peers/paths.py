@@ -1,6 +1,5 @@
 """What `bench.paths` compares agents with: one plain socket, and NIXL's own Python API."""
 
-import itertools
 import socket
 import time
 from enum import Enum
@@ -8,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from pynixlkv.cli.bench.transfers import BenchWorker, _AgentEnd, _End, _offsets
+from pynixlkv.cli.bench.transfers import BenchWorker, _End, _offsets
 
 # Of a call of sendmsg or recvmsg.
 MAX_PIECES, MAX_BYTES = 64, 1 << 20
@@ -20,7 +19,7 @@ class Peer(str, Enum):
 
     socket = "one plain socket"
     nixl_api = "NIXL's Python API"
-    threads = "UcxAgent, two threads"
+    two_threads = "UcxAgent, two threads"
 
 
 def move_all(call, pieces):

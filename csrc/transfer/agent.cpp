@@ -122,7 +122,8 @@ Agent::~Agent() {
 void Agent::check_usable() const {
     if (::getpid() != pid_) {
         throw Error("ForkError", "agent '" + shared_->name +
-                                     "' was made before fork(); make agents in the child instead");
+                                     "' was made before fork(); start the child with the method "
+                                     "`spawn`, or fork before the first agent is made");
     }
 }
 

@@ -50,6 +50,8 @@ class Connection : public Polymorphic {
   public:
     /// Names of the transports it may use; empty if the library does not say.
     [[nodiscard]] virtual std::vector<std::string> transports() const { return {}; }
+    /// Whether the library has noticed by itself that the connection is gone. Sends nothing.
+    [[nodiscard]] virtual bool has_failed() const { return false; }
 };
 
 /// Memory that the library has registered. Destroying it deregisters.

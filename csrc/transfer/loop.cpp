@@ -11,6 +11,8 @@
 #include <span>
 #include <thread>
 
+#include "transfer/inherited.hpp"
+
 namespace pynixlkv::transfer {
 
 namespace {
@@ -39,6 +41,10 @@ constexpr auto kLongestStep = std::chrono::seconds(1);
 constexpr auto kWakeIsOld = milliseconds(50);
 /// How often to look whether processes of peers have ended.
 constexpr auto kLookEvery = milliseconds(250);
+/// A library without events does not tell which peer is behind a socket that has closed, so all are
+/// asked; but not before the kernel has given up all connections to a silent host, because a
+/// message would keep those.
+constexpr auto kAskAfter = std::chrono::seconds(2);
 /// Names without a peer whose generation is remembered.
 constexpr std::size_t kMaxNames = 1U << 16U;
 
@@ -79,11 +85,12 @@ bool Loop::run(DriverFactory factory, std::promise<void>& started) {
         started.set_exception(std::current_exception());
         return true;
     }
+    keep_from_children();
     started.set_value();
 
     for (;;) {
         excuse_pause();
-        look_for_dead_processes();
+        look_for_dead_peers();
         bool busy = take_work();
         busy |= receive();
         for (Active& a : active_) {
@@ -427,15 +434,26 @@ void Loop::settle() {
     }
 }
 
-/// The death of a process shows at its connections, but not while a child of it holds them open.
-void Loop::look_for_dead_processes() {
+/// An idle connection breaks without anybody asking. That of a dead process stands while a child of
+/// it holds it open.
+void Loop::look_for_dead_peers() {
     if (now_ - last_look_ < kLookEvery) {
         return;
     }
     last_look_ = now_;
+    if (const auto closed = keep_from_children();
+        std::exchange(num_closed_, closed) != closed && driver_->event_fd() < 0) {
+        ask_at_ = now_ + kAskAfter;
+    }
+    const bool asks = now_ >= ask_at_;
+    ask_at_ = asks ? TimePoint::max() : ask_at_;
     for (auto& [name, link] : links_) {
         if (link->process && link->process->has_ended()) {
             lose(*link, PeerState::kLost, "its process has ended");
+        } else if (link->connection && link->connection->has_failed()) {
+            lose(*link, PeerState::kLost, "the connection is dead");
+        } else if (asks && !link->process && link->unquiet == 0) {
+            (void)is_alive(*link->peer);
         }
     }
 }

@@ -54,7 +54,7 @@ class Loop {
   private:
     bool take_work();
     void excuse_pause();
-    void look_for_dead_processes();
+    void look_for_dead_peers();
     bool receive();
     bool advance(Active& a);
     void settle();
@@ -92,7 +92,9 @@ class Loop {
     /// The last generation of names without a link, and the names in the order of their ends.
     std::map<std::string, std::uint64_t> generations_;
     std::deque<std::string> names_;
-    TimePoint last_look_ = Clock::now();  ///< at the processes of peers
+    TimePoint last_look_ = Clock::now();  ///< for peers that are gone
+    std::uint64_t num_closed_ = 0;        ///< sockets, when last looked
+    TimePoint ask_at_ = TimePoint::max();
     std::map<std::uint64_t, std::unique_ptr<Registered>> registered_;
 
     Costs costs_;

@@ -7,16 +7,30 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
+#include <string_view>
 
 #include "base/error.hpp"
 
 namespace pynixlkv::transfer {
 
+namespace {
+
+constexpr std::string_view kPrefix("\0pynixlkv-", 10);
+
+}  // namespace
+
+bool is_of_agent(int fd) noexcept {
+    sockaddr_un address{};
+    socklen_t length = sizeof address;
+    return ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0 &&
+           address.sun_family == AF_UNIX &&
+           std::string_view(address.sun_path, kPrefix.size()) == kPrefix;
+}
+
 std::pair<sockaddr_un, socklen_t> abstract_address(const std::string& incarnation,
                                                    const char* suffix) {
     constexpr char kDigits[] = "0123456789abcdef";
-    std::string name(1, '\0');
-    name += "pynixlkv-";
+    std::string name(kPrefix);
     for (const char c : incarnation) {
         name += kDigits[(static_cast<unsigned char>(c) >> 4U) & 15U];
         name += kDigits[static_cast<unsigned char>(c) & 15U];

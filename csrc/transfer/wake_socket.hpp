@@ -20,6 +20,9 @@ namespace pynixlkv::transfer {
 [[nodiscard]] std::pair<sockaddr_un, socklen_t> abstract_address(const std::string& incarnation,
                                                                  const char* suffix = "");
 
+/// Whether a socket is at such an address.
+[[nodiscard]] bool is_of_agent(int fd) noexcept;
+
 /// A new socket at that address, which listens if it is of a type with connections.
 /// @param what of the agent the socket is, for the error
 /// @throws Error("StateError") when the process is out of descriptors

@@ -79,6 +79,7 @@ class UcxConnection final : public transfer::Connection {
 
     /// UCX's, and our own for host memory.
     [[nodiscard]] std::vector<std::string> transports() const override;
+    [[nodiscard]] bool has_failed() const override { return endpoint->failure().has_value(); }
     /// Whether the peer may have to take part in transfers of host memory.
     [[nodiscard]] bool may_be_served() const { return !is_one_sided || regions->has_served; }
     [[nodiscard]] bool is_quiet() { return outbox_.num_waiting() == 0; }

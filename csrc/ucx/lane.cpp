@@ -580,7 +580,8 @@ bool ServedLane::take_request() {
 
 Lanes::Lanes(std::string_view address, PortRange ports, int event_fd, const std::uint64_t& token,
              std::shared_ptr<const LocalRegions> regions)
-    : token_(token), regions_(std::move(regions)), epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
+    // Close-on-exec is set by keep_from_children, which looks for what lacks it.
+    : token_(token), regions_(std::move(regions)), epoll_(::epoll_create1(0)) {
     if (epoll_ < 0) {
         throw Error("StateError", "epoll_create1 failed; the process may be out of descriptors");
     }

@@ -46,11 +46,13 @@ class Plan:
         ]
         | None,
         layers: collections.abc.Sequence[
-            tuple[
-                typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex
+            collections.abc.Sequence[
+                tuple[
+                    typing.SupportsInt | typing.SupportsIndex,
+                    typing.SupportsInt | typing.SupportsIndex,
+                ]
             ]
-        ]
-        | None,
+        ],
     ) -> None: ...
     def block_runs(self, group: typing.SupportsInt | typing.SupportsIndex) -> list[int]: ...
     def overlap(

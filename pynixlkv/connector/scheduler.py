@@ -40,9 +40,10 @@ class GroupSpec:
 
     A rule for each kind of table:
 
-    * one block per block of tokens: ``GroupSpec(16)``; with a window, ``GroupSpec(16, window=1024)``;
+    * one block per block of tokens: ``GroupSpec(16)``; with a window,
+      ``GroupSpec(16, window=1024)``; with attention inside chunks, ``GroupSpec(16, chunk=8192)``;
     * one slot per block of tokens, of which the one at the last position has the state:
-      ``GroupSpec(16, window=1)``;
+      ``GroupSpec(0, state_tokens=16)``;
     * one slot (or ring) per request: ``GroupSpec(0)``; ``slots=1`` if scratch slots follow it.
     """
 
@@ -67,6 +68,11 @@ class GroupSpec:
     def is_partial(self) -> bool:
         """Whether a request's blocks need not hold all of its tokens."""
         return self.window is not None or self.chunk is not None
+
+    def first_needed(self, position: int) -> int:
+        """Return the first position that a token at `position` sees."""
+        first = 0 if self.window is None else position - self.window + 1
+        return max(first, 0 if self.chunk is None else position // self.chunk * self.chunk, 0)
 
 
 @dataclass
@@ -143,6 +149,7 @@ class ConnectorScheduler:
         self._first_samples: dict[str, str] = {}  # ids of held requests, by sibling group
         self._turns: dict[str, int] = {}  # blocks of held turns, the oldest turn first
         self._num_turn_blocks = 0
+        self._ending: set[str] = set()  # turns that are being released
 
     # ---- consumer
 
@@ -366,7 +373,7 @@ class ConnectorScheduler:
             and request.params.sibling_group is None  # samples have no common next turn
             and 0 < sum(map(len, blocks)) <= self._config.conversation_blocks
             # State is that of the last token, whose step may not be over.
-            and all(group.block_size for group in self._groups)
+            and all(group.block_size and group.window != 1 for group in self._groups)
         )
 
     def _make_room(self, request_id: str, num_blocks: int) -> None:
@@ -382,6 +389,7 @@ class ConnectorScheduler:
         while self._turns and self._num_turn_blocks > left:
             request_id = next(iter(self._turns))
             self._num_turn_blocks -= self._turns.pop(request_id)
+            self._ending.add(request_id)
             self._next.reqs_to_end[request_id] = why
 
     def _hand_over(
@@ -394,11 +402,12 @@ class ConnectorScheduler:
         if self.address is None:
             raise ConfigError("the scheduler's address is not set; hand-offs need to name it")
         cut = self._cut(blocks, 0, num_tokens)
+        is_kept = not request.params.do_remote_decode
         if any(
-            group.window is not None and start > max(num_tokens - group.window + 1, 0)
+            (is_kept or group.is_partial) and start > group.first_needed(num_tokens)
             for group, start in zip(self._groups, cut.starts, strict=True)
         ):
-            return self._not_held(request, "the window before its last whole block is gone")
+            return self._not_held(request, "what its next token sees is gone")
         content = None if request.content is None else request.content(num_tokens)
         group = request.params.sibling_group
         first = None if group is None else self._first_samples.get(group)
@@ -416,7 +425,6 @@ class ConnectorScheduler:
             return self._not_held(request, "the producer's host blocks are all in use")
         num_readers = request.params.num_readers
         meta = replace(staged, lease=lease, num_readers=num_readers)
-        is_kept = not request.params.do_remote_decode
         if is_kept:
             self._make_room(request.request_id, sum(map(len, blocks)))
             num_readers = 1
@@ -521,6 +529,7 @@ class ConnectorScheduler:
                 self._close_group(request_id)
                 held = self._held.pop(request_id)
                 self._num_turn_blocks -= self._turns.pop(request_id, 0)
+                self._ending.discard(request_id)
                 self._slots.give_back(held.lease)
                 self._free_host(held.meta.host_blocks)
         for request_id in (*received, *failed):
@@ -533,6 +542,11 @@ class ConnectorScheduler:
     def _free_host(self, blocks: BlockLists | None) -> None:
         if blocks is not None and self._host_pool is not None:
             self._host_pool.free(blocks)
+
+    @property
+    def is_releasing_turns(self) -> bool:
+        """Whether turns are to be released that the workers have not reported as sent."""
+        return bool(self._ending)
 
     @property
     def num_free_leases(self) -> int:
@@ -604,10 +618,7 @@ def cut_table(
         return slot, 0
     if spec.block_size == 0:
         return tuple(block for block in table if block != spec.null_block)[: spec.slots], 0
-    if spec.window is not None:
-        begin = max(begin, end - spec.window)
-    if spec.chunk is not None:
-        begin = max(begin, (end - 1) // spec.chunk * spec.chunk)
+    begin = max(begin, spec.first_needed(end - 1))
     first, last = begin // spec.block_size, _ceil(end, spec)
     cut = tuple(table[first:last])
     if len(cut) < last - first:

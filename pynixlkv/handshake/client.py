@@ -206,10 +206,20 @@ def _ask(
             del waiting[socket]
         connection.close()
 
+    def note(address: object, error: Exception) -> None:
+        if not isinstance(error, HandshakeError):
+            why = f"no connection to {address} can be used: {error}"
+            error = HandshakeError(why, peer=str(address))
+        errors.append(error)
+
     try:
         while (left := deadline - clock()) > 0:
             for address in opening:
-                connection = _Connection(address, keys, msg.encode(question))
+                try:
+                    connection = _Connection(address, keys, msg.encode(question))
+                except zmq.ZMQError as error:
+                    note(address, error)
+                    continue
                 for socket in (connection.socket, connection.monitor):
                     waiting[socket] = connection
                     poller.register(socket, zmq.POLLIN)
@@ -227,13 +237,11 @@ def _ask(
                     if event == zmq.EVENT_DISCONNECTED and connection.is_greeted:
                         drop(connection)
                         lost.append((clock() + _PAUSE_S, connection.address))
-                except HandshakeError as error:
-                    errors.append(error)
+                except (HandshakeError, zmq.ZMQError) as error:
+                    note(connection.peer, error)
                     drop(connection)
             opening = [address for due, address in lost if due <= clock()]
             lost = [each for each in lost if each[1] not in opening]
-    except zmq.ZMQError as error:
-        raise HandshakeError(f"no connection to {text} can be used: {error}", peer=text) from error
     finally:
         for connection in set(waiting.values()):
             connection.close()

@@ -20,7 +20,10 @@ _PROGRESS_DELAY_US = 100_000
 # NIXL applies these unless the environment has a UCX_ variable of the name. UCX's registration
 # cache grows without bound where memory is mapped and unmapped often. A blocking connect() would
 # hold up all peers for minutes where one host drops packets.
-_UCX_CONFIG = "RCACHE_MAX_UNRELEASED=1024,TCP_CONN_NB=y"
+# The kernel gives up the idle connection to a silent host after KEEPIDLE + KEEPCNT * KEEPINTVL.
+_UCX_CONFIG = (
+    "RCACHE_MAX_UNRELEASED=1024,TCP_CONN_NB=y,TCP_KEEPIDLE=5s,TCP_KEEPINTVL=2s,TCP_KEEPCNT=3"
+)
 
 
 class NixlAgent(Agent):
@@ -49,8 +52,9 @@ class NixlAgent(Agent):
 
     Notes
     -----
-    Make agents after ``fork()``: using one in a forked child raises `ForkError`. The agent has one
-    thread of its own, asleep while idle, and one of NIXL's.
+    In a forked child an agent raises `ForkError`, and so does making one if the parent had one:
+    start such a child with the method ``spawn``. The agent has one thread of its own, asleep while
+    idle, and one of NIXL's.
 
     Examples
     --------

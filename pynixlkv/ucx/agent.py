@@ -19,8 +19,15 @@ if TYPE_CHECKING:
 
 # Settings that apply unless the environment has a UCX_ variable of the name. With error handling
 # UCX's rendezvous falls back to TCP between processes of one host, which is several times slower.
-# A blocking connect() would hold up all peers for minutes where one host drops packets.
-_DEFAULTS = {"RNDV_THRESH": "inf", "TCP_CONN_NB": "y"}
+# A blocking connect() would hold up all peers for minutes where one host drops packets. The kernel
+# gives up the idle connection to a silent host after KEEPIDLE + KEEPCNT * KEEPINTVL, 11 s.
+_DEFAULTS = {
+    "RNDV_THRESH": "inf",
+    "TCP_CONN_NB": "y",
+    "TCP_KEEPIDLE": "5s",
+    "TCP_KEEPINTVL": "2s",
+    "TCP_KEEPCNT": "3",
+}
 # Settings that win over the environment: notifications would overtake each other if messages went
 # out over several devices.
 _FIXED = {"MAX_EAGER_RAILS": "1"}
@@ -73,8 +80,9 @@ class UcxAgent(Agent):
 
     Notes
     -----
-    Make agents after ``fork()``: using one in a forked child raises `ForkError`. The agent has one
-    thread of its own, asleep while idle; UCX's events wake it.
+    In a forked child an agent raises `ForkError`, and so does making one if the parent had one:
+    start such a child with the method ``spawn``. The agent has one thread of its own, asleep while
+    idle; UCX's events wake it.
 
     Without error handling UCX may use shared memory for messages between processes of one host,
     which makes notifications some 7 microseconds faster there. The end of a peer's process is then

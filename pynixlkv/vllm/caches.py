@@ -32,6 +32,10 @@ __all__ = [
 ]
 
 
+def _by_position(spec: Any) -> dict[str, int]:  # noqa: ANN401, ARG001
+    return {}
+
+
 @dataclass(frozen=True)
 class CacheKind:
     """What becomes of the layers of one class of vLLM's cache specs."""
@@ -42,7 +46,7 @@ class CacheKind:
     """What a hand-off moves; empty if such layers are refused."""
     refused: str = ""
     """Why they are refused."""
-    table: Callable[[Any], Mapping[str, Any]] = field(default=lambda spec: {}, repr=False)  # noqa: ARG005
+    table: Callable[[Any], Mapping[str, Any]] = field(default_factory=lambda: _by_position)
     """Returns the fields of `GroupSpec` that a spec changes."""
 
 
@@ -169,7 +173,7 @@ def kv_cache(
     kv_cache_config : vllm.v1.kv_cache_interface.KVCacheConfig
         The argument of a connector's constructor.
     total_kv_heads : int
-        vLLM's own number of KV heads of the model; needed under decode context parallelism only.
+        KV heads of the model, by vLLM's own number; used under decode context parallelism only.
     place : ParallelPlace
         The worker's place in the parallel groups.
     is_opaque : bool
@@ -199,17 +203,19 @@ def kv_cache(
         seen: set[tuple[int, tuple[int, ...]]] = set()
         for name, spec in _layer_specs(group).items():
             tensor = tensors.get(name)
-            # Some layers are on another stage, and some use the cache of a layer before them.
-            if tensor is None or (place_of := (tensor.data_ptr(), tuple(tensor.shape))) in seen:
-                continue
-            seen.add(place_of)
+            if tensor is None:
+                continue  # on another stage
             _kind(name, spec)
-            if tensor.ndim != 4:
+            shape = tuple(getattr(tensor, "shape", ()))
+            if len(shape) != 4:
                 raise LayoutError(
-                    f"layer {name!r} has a tensor of shape {tuple(tensor.shape)}; expected "
-                    "(blocks, heads, tokens, content)"
+                    f"layer {name!r} has a {type(tensor).__name__} of shape {shape}; expected a "
+                    "tensor of shape (blocks, heads, tokens, content)"
                 )
-            key = index, _NUMBER.sub("#", name), place_of[1], spec, (backends or {}).get(name)
+            if (tensor.data_ptr(), shape) in seen:
+                continue  # it uses the cache of a layer before it
+            seen.add((tensor.data_ptr(), shape))
+            key = index, _NUMBER.sub("#", name), shape, spec, (backends or {}).get(name)
             alike.setdefault(key, {})[name] = tensor
     if not alike:
         raise ConfigError("vLLM registered no layer of a group that takes part in transfers")
@@ -224,8 +230,7 @@ def kv_cache(
         options: dict[str, Any] = {
             "group": name,
             "kind": kind,
-            # Kernels may split the blocks of a table into smaller ones.
-            "table": f"{index} by {shape[2]}",
+            "table": str(index),
             "layers": [layer_number(layer) for layer in members],
             "tp": place.tp,
         }

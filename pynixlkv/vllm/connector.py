@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         PromMetricT,
     )
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -141,6 +142,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._failing: dict[str, str] = {}  # rejected requests for the next results
         self._invalid: set[int] = set()  # blocks of failed requests, for the next results
         self._not_sent: set[str] = set()  # the same for requests to hold
+        self._pool: BlockPool  # of the scheduler
         self._kept: dict[str, list[KVCacheBlock]] = {}  # blocks of finished requests under a lease
         self._starved: set[str] = set()  # requests that get no blocks in this step
         self._copy: BlockCopy | None = None
@@ -149,7 +151,12 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._is_step_begun = False
         self._content = partial(content_digest, hash_features=numbers_features(vllm_config))
         groups = group_specs(kv_cache_config, self._dcp)  # refuses unsupported kinds of cache
-        self._withheld = withheld_tokens(kv_cache_config, vllm_config.num_prefill_lookahead_tokens)
+        self._withheld = withheld_tokens(
+            kv_cache_config, getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
+        )
+        self._num_replicas = parallel.prefill_context_parallel_size
+        self._is_replica = False
+        self._hello: _WorkerHello | None = None
         self._check_settings(has_state=any(group.block_size == 0 for group in groups))
         if role is KVConnectorRole.SCHEDULER:
             host_blocks = self._num_host_blocks()
@@ -169,11 +176,13 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "layerwise is set, but the model has state, which every chunk of a prompt "
                 "overwrites; leave layerwise out"
             )
-        pcp = self._vllm_config.parallel_config.prefill_context_parallel_size
-        if pcp > 1:
+        role = self._kv_transfer_config.kv_role
+        if self._num_replicas > 1 and (role != "kv_producer" or self._dcp > 1):
             raise ConfigError(
-                f"prefill_context_parallel_size is {pcp}; PyNixlKVConnector moves the caches of "
-                "tensor, pipeline and decode context parallelism only. Use 1"
+                f"prefill_context_parallel_size is {self._num_replicas}, kv_role {role!r} and "
+                f"decode_context_parallel_size {self._dcp}; the ranks of prefill context "
+                "parallelism hold copies, which only a 'kv_producer' without decode context "
+                "parallelism can lend"
             )
 
     def _num_host_blocks(self) -> int:
@@ -250,9 +259,9 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def on_new_request(self, request: Request) -> None:
         """Keep the request's lease alive while it is queued."""
-        if self._withheld and (request.kv_transfer_params or {}).get("do_remote_decode"):
-            _withhold(request, self._withheld)
         try:
+            if self._withheld and (request.kv_transfer_params or {}).get("do_remote_decode"):
+                _withhold(request, self._withheld)
             self._side.on_new_request(self._info(request))
         except Exception as error:
             self._reject(request, error)
@@ -351,7 +360,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._side.update_finished(sent=sent, received=connector_output.finished_recving or set())
         for request_id in sent & self._kept.keys():
             sent.remove(request_id)  # vLLM has forgotten the request
-            self._kv_cache_manager.block_pool.free_blocks(reversed(self._kept.pop(request_id)))
+            self._pool.free_blocks(reversed(self._kept.pop(request_id)))
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -369,8 +378,9 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for known in (self._infos, self._computed, self._rejected, self._running_tables):
             known.pop(request.request_id, None)
         # The last token of an answer has no KV, even if a step that computes it has been launched.
-        is_prefill = info.params.do_remote_decode
-        last = request.num_prompt_tokens if is_prefill else request.num_tokens - 1
+        last = request.num_tokens - 1
+        if info.params.do_remote_decode:
+            last = request.num_prompt_tokens
         try:
             delay_free, params = self._side.request_finished(
                 info,
@@ -380,34 +390,47 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED),
             )
             if delay_free and params is not None:
-                delay_free = not self._hold(request.request_id)
+                self._hold(request.request_id, block_ids)
+                delay_free = False
             return delay_free, params
         except Exception:
             _log.exception("request %s cannot be handed over", request.request_id)
             return self._side.request_finished(info, (), 0, is_complete=False)
 
-    def _hold(self, request_id: str) -> bool:
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Take the pool of the blocks."""
+        self._pool = gpu_block_pool
+
+    def _hold(self, request_id: str, block_ids: tuple[list[int], ...]) -> None:
         """Hold the blocks of a finished request without it: vLLM makes steps while it is there."""
         manager = getattr(self, "_kv_cache_manager", None)
-        if manager is None:  # some releases do not show it
-            return False
-        blocks = [block for table in manager.get_blocks(request_id).blocks for block in table]
-        manager.block_pool.touch(blocks)
+        blocks = releases.blocks_of(manager, self._pool, request_id, block_ids)
+        self._pool.touch(blocks)
         self._kept[request_id] = blocks
-        return True
 
     def reset_cache(self) -> bool:
         """Release all finished turns, as for new weights; ask again until it is true."""
         self._side.release_turns(1 << 62, "the cache is reset")
         return not self._kept
 
+    def has_pending_push_work(self) -> bool:
+        """Ask for steps while turns are being released."""
+        return self._side.is_releasing_turns
+
     # ---- worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the cache with an agent, and start to work."""
-        from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+        from vllm.distributed.parallel_state import (
+            get_pcp_group,
+            get_pp_group,
+            get_tensor_model_parallel_rank,
+        )
 
         rank = get_pp_group().rank_in_group, get_tensor_model_parallel_rank()
+        if self._num_replicas > 1 and get_pcp_group().rank_in_group > 0:
+            self._is_replica = True  # the first of its group lends what all of them hold
+            return
         if self._options.layerwise:
             self._layer_numbers = {name: layer_number(name) for name in kv_caches}
         self._device = next(iter(kv_caches.values())).device
@@ -483,6 +506,11 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return this worker's hello."""
         return self._hello
 
+    def get_finished_count(self) -> int | None:
+        """Return how many workers report each request: one for each group of copies."""
+        parallel = self._parallel
+        return parallel.pp * parallel.tp if self._num_replicas > 1 else None
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the message of a step."""
         super().bind_connector_metadata(connector_metadata)
@@ -494,7 +522,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _begin_step(self) -> None:
         """Hand the step's message over, once: vLLM may save layers before it starts loads."""
-        if self._is_step_begun:
+        if self._is_step_begun or self._is_replica:
             return
         self._is_step_begun = True
         metadata = self._get_connector_metadata()
@@ -558,7 +586,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _take_ended(self) -> tuple[set[str], set[str], set[str]]:
         """Return the requests that were sent, were received, and failed to be received."""
         try:
-            finished = self._loader.get_finished()
+            finished = Finished() if self._is_replica else self._loader.get_finished()
         except Exception:
             _log.exception("the requests that have ended are asked for again in the next step")
             finished = Finished()
@@ -623,7 +651,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 def _withhold(request: Request, num_tokens: int) -> None:
     """Leave the last tokens of a prompt to decode."""
     # A request for the probabilities of its prompt is computed whole here, and again by decode.
-    if request.num_prompt_tokens <= num_tokens or request.get_skip_reading_prefix_cache():
+    if request.num_prompt_tokens <= num_tokens or request.skip_reading_prefix_cache:
         return
     if request.prompt_token_ids is not None:  # perhaps shared with other samples
         request.prompt_token_ids = request.prompt_token_ids[:-num_tokens]

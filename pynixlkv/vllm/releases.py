@@ -125,6 +125,18 @@ for _type, _names in _YOUNGER.items():
             setattr(_type, _name, _value)
 
 
+def blocks_of(
+    manager: Any,  # noqa: ANN401
+    pool: Any,  # noqa: ANN401
+    request_id: str,
+    block_ids: Sequence[Sequence[int]],
+) -> list[Any]:
+    """Return the blocks of a request; before 0.30, which has no `manager`, there is one pool."""
+    if manager is None:
+        return [pool.blocks[i] for table in block_ids for i in table]
+    return [block for table in manager.get_blocks(request_id).blocks for block in table]
+
+
 def uses_draft_cache(speculative: Any) -> bool:  # noqa: ANN401
     """Return whether a method of speculation has a KV cache of its own."""
     asked = getattr(speculative, "uses_draft_kv_cache", None)

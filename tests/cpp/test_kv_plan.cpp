@@ -483,7 +483,7 @@ TEST_CASE("sides that cannot be matched") {
         change(changed.groups[0]);
         return plan_of(hnd(10'000), changed);
     };
-    const std::string message = "group 0 differs in element size, head axis or opaque axes";
+    const std::string message = "group 0 differs in element size, head axis, opaque axes";
     CHECK_ERROR(message, differs([](Group& g) { g.element_bytes = 1; }));
     CHECK_ERROR(message, differs([](Group& g) { g.has_heads = 0; }));
     CHECK_ERROR(message, differs([](Group& g) { g.opaque_axes = 1 << kDim; }));

@@ -78,8 +78,7 @@ TEST_CASE("impossible regions, addresses and counts are refused") {
         out.put_bytes(address);
         out.put_bytes(host);
         out.put(std::uint64_t{0x2000});
-        out.put_bytes("");
-    out.put_bytes("the lanes");
+        out.put_bytes("the lanes");
         out.put(count);
         out.put(base);
         out.put(length);

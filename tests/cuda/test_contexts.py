@@ -11,7 +11,6 @@ import pytest
 from cuda_memory import (
     DeviceArray,
     DevicePool,
-    PrivateVmmPool,
     SecondDevicePool,
     StreamOrderedPool,
     VmmPool,
@@ -148,7 +147,6 @@ def test_cards_of_one_agent_and_unlike_cards(make, connect):
     [
         (DevicePool, None),
         (VmmPool, "unset expandable_segments"),
-        (PrivateVmmPool, "unset expandable_segments"),
         (StreamOrderedPool, "unset backend:cudaMallocAsync"),
     ],
 )
@@ -184,7 +182,8 @@ def test_memory_that_network_cards_cannot_reach_is_named(
     agent = closing(UcxAgent("a"))
     (tmp_path / "mlx5_0").mkdir()
     monkeypatch.setattr(_loader, "_RDMA_DEVICES", tmp_path)
-    agent.register(DeviceArray([64], kind=kind))
+    agent.register(*(DeviceArray([64], kind=kind) for _ in range(2)))
+    assert ("256 bytes on GPU 0 are" in caplog.text) is is_named
     assert ("the network cards mlx5_0 cannot reach" in caplog.text) is is_named
 
 

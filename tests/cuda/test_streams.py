@@ -1,18 +1,13 @@
-"""The order of an engine's kernels and of the bytes that move: events of streams that are late.
+"""The order of an engine's kernels and of the bytes that move, with streams that are late.
 
-Toy engines on cards: what they compute is the work of a stream, which the test holds up.
+Toy engines on cards: what they compute is the work of a stream, which the test holds up. Without
+the events, each test must see the wrong bytes that it looks for.
 """
 
 import numpy as np
 import pytest
 import torch
-from cuda_memory import (
-    DeviceArray,
-    allow,
-    current,
-    launch,
-    use_cards,
-)
+from cuda_memory import DeviceArray, allow, current, launch, use_cards
 from toy_engine import POISON, ToyEngine, ToyRank
 from toy_pair import arrives, early_params, received, start
 from toy_world import World
@@ -21,10 +16,10 @@ from pynixlkv.nixl import NixlAgent
 from pynixlkv.ucx import UcxAgent
 from pynixlkv.vllm.host import StreamFence, work_so_far
 
-PROMPT, TOKENS = 7, 13
-CARD = torch.device("cuda:0")
-
 pytestmark = pytest.mark.stub
+
+PROMPT, TOKENS = 7, 13
+MODES = pytest.mark.parametrize("mode", ["pull", "push"])
 
 
 @pytest.fixture(autouse=True)
@@ -39,42 +34,36 @@ class CardRank(ToyRank):
     """Its tensors are what the processor launches; a stream brings them to the card."""
 
     def on_device(self, tensors):
-        self.cards = {name: DeviceArray(tensor.shape) for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            self.cards[name].write(tensor)
-        return self.cards
+        self.cards = [DeviceArray(tensor.shape) for tensor in tensors.values()]
+        for card, tensor in zip(self.cards, tensors.values(), strict=True):
+            card.write(tensor)
+        return dict(zip(tensors, self.cards, strict=True))
 
-    def launch(self, layers):
-        for layer in layers:
-            tensor, card = self.tensors[f"layer.{layer}"], self.cards[f"layer.{layer}"]
-            launch(card.address, tensor.ctypes.data, card.nbytes)
-
-    def look(self):
-        """Let the processor see what is on the card."""
-        for name, tensor in self.tensors.items():
-            tensor[...] = self.cards[name].read()
+    def launch(self, layer):
+        card, tensor = self.cards[layer], self.tensors[f"layer.{layer}"]
+        launch(card.address, tensor.ctypes.data, card.nbytes)
 
 
 class CardEngine(ToyEngine):
     rank_class = CardRank
 
     def holds(self, request_id):
-        for rank in self.ranks:
-            rank.look()
+        (rank,) = self.ranks
+        for card, tensor in zip(rank.cards, rank.tensors.values(), strict=True):
+            tensor[...] = card.read()
         return super().holds(request_id)
 
 
 class Cards(World):
-    """Engines whose KV is on a card, by a real library."""
+    """A producer and a consumer whose KV is on a card, by a real library."""
 
     engine_class = CardEngine
 
-    def __init__(self, make, mode, **config):
-        super().__init__(mode, checksums="off", **config)
-        self._make = make
-
-    def make_agent(self, name):
-        return self._make(name)
+    def __init__(self, mode, make):
+        super().__init__(mode, checksums="off")
+        self.make_agent = make
+        self.prefill, self.decode = self.engine("P"), self.engine("D")
+        self.source, self.target = self.prefill.ranks[0], self.decode.ranks[0]
 
     def round(self):
         """Let a consumer look at a lease again that it has seen too early."""
@@ -84,97 +73,98 @@ class Cards(World):
 
 @pytest.fixture(params=[UcxAgent, NixlAgent], ids=["ucx", "nixl"])
 def world(request, mode):
-    with Cards(request.param, mode) as world:
+    with Cards(mode, request.param) as world:
         yield world
 
 
-def fence(is_ordered):
-    return work_so_far(CARD) if is_ordered else None
+@pytest.fixture(params=[True, False], ids=["events", "no events"])
+def fence(request):
+    """Return a function that makes the hooks' event of a moment, or none."""
+
+    def make():
+        return work_so_far(torch.device("cuda:0")) if make.is_ordered else None
+
+    make.is_ordered = request.param
+    return make
 
 
-ORDERED = pytest.mark.parametrize("is_ordered", [True, False], ids=["events", "no events"])
+def arrives_wrong(world):
+    world.until(received(world))
+    assert not world.decode.holds("d1")
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
-@ORDERED
-def test_no_byte_is_sent_before_the_work_that_writes_it_is_done(world, is_ordered):
-    prefill, decode = world.engine("P"), world.engine("D")
-    params = prefill.prefill("p1", PROMPT, TOKENS)
+@MODES
+def test_no_byte_is_sent_before_the_work_that_writes_it_is_done(world, fence):
+    params = world.prefill.prefill("p1", PROMPT, TOKENS)
     allow(0)
-    prefill.ranks[0].launch(prefill.ranks[0].layers)
-    prefill.event = fence(is_ordered)
-    start(world, decode, params)
-    if not is_ordered:
-        world.until(received(world))
-        assert not decode.holds("d1")  # without the event, the test sees what it looks for
+    for layer in world.source.layers:
+        world.source.launch(layer)
+    world.prefill.event = fence()
+    start(world, world.decode, params)
+    if not fence.is_ordered:
+        arrives_wrong(world)
         return
     world.quiet()
     assert not received(world)()
-    assert all((card.read() == POISON).all() for card in decode.ranks[0].cards.values())
+    assert all((card.read() == POISON).all() for card in world.target.cards)
     allow()
-    arrives(world, decode)
+    arrives(world, world.decode)
 
 
 @pytest.mark.parametrize("mode", ["push"])
-@ORDERED
-def test_no_layer_is_pushed_before_the_work_that_writes_it_is_done(world, is_ordered):
-    prefill, decode = world.engine("P"), world.engine("D")
-    prefill.begin("p1", PROMPT, TOKENS)
-    start(world, decode, early_params(prefill, "p1"))
-    world.until(lambda: prefill.stats.pushes)
+def test_no_layer_is_pushed_before_the_work_that_writes_it_is_done(world, fence):
+    world.prefill.begin("p1", PROMPT, TOKENS)
+    start(world, world.decode, early_params(world.prefill, "p1"))
+    world.until(lambda: world.prefill.stats.pushes)
+    save = world.source.worker.save_kv_layer
+
+    def launch_and_save(layer, _):
+        world.source.launch(layer)
+        save(layer, fence())
+
+    world.source.worker.save_kv_layer = launch_and_save
     allow(0)
-    rank = prefill.ranks[0]
-    save = rank.worker.save_kv_layer
-
-    def save_kv_layer(layer, _):
-        rank.launch([layer])
-        save(layer, fence(is_ordered))
-
-    rank.worker.save_kv_layer = save_kv_layer
-    prefill.compute("p1", TOKENS)
-    first, second = decode.ranks[0].cards.values()
+    world.prefill.compute("p1", TOKENS)
     world.quiet()
-    prefill.event = fence(is_ordered)
-    if not is_ordered:
-        prefill.hand_over("p1")
-        world.until(received(world))
-        assert not decode.holds("d1")
+    world.prefill.event = fence()
+    if not fence.is_ordered:
+        world.prefill.hand_over("p1")
+        arrives_wrong(world)
         return
+    first, second = world.target.cards
     assert (first.read() == POISON).all()
     allow(2)  # the first layer's copy and its event
     world.until(lambda: (first.read() != POISON).any())
     world.quiet()
     assert (second.read() == POISON).all()
     allow()
-    prefill.hand_over("p1")
-    arrives(world, decode)
+    world.prefill.hand_over("p1")
+    arrives(world, world.decode)
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
-@ORDERED
-def test_no_byte_is_received_into_a_block_that_older_work_still_reads(world, is_ordered):
-    prefill, decode = world.engine("P"), world.engine("D")
-    old = np.arange(decode.ranks[0].cards["layer.0"].nbytes // 2, dtype=np.uint16)
-    card = decode.ranks[0].cards["layer.0"]
+@MODES
+def test_no_byte_is_received_into_a_block_that_older_work_still_reads(world, fence):
+    card = world.target.cards[0]
+    old = np.arange(card.nbytes // 2, dtype=np.uint16)
     card.write(old.reshape(card.shape))
     seen = np.zeros_like(old)
+    params = world.prefill.prefill("p1", PROMPT, TOKENS)
+    for layer, tensor in enumerate(world.source.tensors.values()):
+        world.source.cards[layer].write(tensor)
     allow(0)
     launch(seen.ctypes.data, card.address, card.nbytes)
-    decode.event = fence(is_ordered)
-    start(world, decode, prefill.prefill("p1", PROMPT, TOKENS))
-    prefill.ranks[0].cards["layer.0"].write(prefill.ranks[0].tensors["layer.0"])
-    prefill.ranks[0].cards["layer.1"].write(prefill.ranks[0].tensors["layer.1"])
-    if is_ordered:
+    world.decode.event = fence()
+    start(world, world.decode, params)
+    if fence.is_ordered:
         world.quiet()
         assert not received(world)()
     else:
         world.until(received(world))
     allow()
-    arrives(world, decode)
-    assert np.array_equal(seen, old) is is_ordered
-
-
-# ---- fences
+    arrives(world, world.decode)
+    while not StreamFence(torch.device("cuda:0")).query():
+        pass
+    assert np.array_equal(seen, old) is fence.is_ordered
 
 
 @pytest.mark.parametrize("device", [0, 1])
@@ -183,8 +173,7 @@ def test_a_fence_is_of_the_stream_of_its_own_card_whichever_is_current(device):
     allow(0, device)
     launch(array.address, values.ctypes.data, array.nbytes, device)
     with current(1 - device):
-        late = StreamFence(torch.device("cuda", device))
-        free = StreamFence(torch.device("cuda", 1 - device))
+        late, free = (StreamFence(torch.device("cuda", d)) for d in (device, 1 - device))
         while not free.query():
             pass
         assert not late.query()

@@ -188,3 +188,12 @@ def test_an_interrupt_leaves_no_process_behind(number, status):
     # Both workers and both processes of ucx_perftest run.
     command = [*BENCH, "--transport", "cma", "--json"]
     assert interrupt(number, lambda children: len(children) >= 4, args=command) == status
+
+
+def test_the_paths_of_one_host_are_compared_byte_by_byte():
+    options = "--path tcp --direction put --size 16 --mib 1 --rounds 1".split()
+    command = [sys.executable, "-m", "bench.paths", *options]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for name in ("one plain socket", "NIXL's Python API", "NixlAgent", "UcxAgent"):
+        assert f"  {name} " in done.stdout

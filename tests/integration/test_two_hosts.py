@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import stat
 import subprocess
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from namespaces import TwoHosts
 
@@ -112,6 +117,62 @@ def test_a_pulled_cable_fails_the_transfer_by_its_deadline(hosts, start_peer):
     assert reader.finish() is ends[kind]
     owner.send("end")
     owner.finish()
+
+
+def inheritable_sockets():
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        fd = int(entry.name)
+        with contextlib.suppress(OSError):  # that of the folder
+            if stat.S_ISSOCK(os.fstat(fd).st_mode) and os.get_inheritable(fd):
+                found.add(fd)
+    return found
+
+
+def own_with_helpers(peer, engine):
+    """Own bytes; a fork and a program that inherited this process's descriptors outlive it."""
+    with make_agent(engine, "owner") as agent:
+        peer.send(agent.hello())
+        peer.receive()
+        while inheritable_sockets() - {peer.connection.fileno()}:  # UCX has made new ones
+            agent.wait_activity(0, 0.1)
+        program = ["sleep", "600"]
+        helpers = [os.posix_spawnp(program[0], program, os.environ), os.fork()]
+        if helpers[1] == 0:
+            signal.pause()
+        peer.send(helpers)
+        peer.receive()
+
+
+def stay_idle(peer, engine, hello):
+    """Connect, and do nothing until the peer is found to be lost."""
+    with make_agent(engine, "reader") as agent:
+        owner = agent.connect(hello)
+        agent.notify(owner, b"hello")
+        peer.send("connected")
+        seen = 0
+        while owner.is_connected:
+            seen = agent.wait_activity(seen, 0.1)
+
+
+@pytest.mark.parametrize("fault", ["killed", "unplugged"])
+@pytest.mark.parametrize("engine", ["ucx", "nixl"])
+def test_an_idle_peer_that_is_gone_is_noticed_unasked(hosts, start_peer, engine, fault):
+    owner = start_peer(own_with_helpers, engine, prefix=hosts.enter(0))
+    reader = start_peer(stay_idle, engine, owner.receive(), prefix=hosts.enter(1))
+    assert reader.receive() == "connected"
+    owner.send("have children")
+    helpers = owner.receive()
+    try:
+        if fault == "killed":
+            owner.kill()
+            assert all(psutil.Process(helper).is_running() for helper in helpers)
+        else:
+            hosts.plug(connected=False)
+        reader.finish()
+    finally:
+        for helper in helpers:
+            psutil.Process(helper).kill()
 
 
 def reach_out(peer, hello, there):

@@ -175,6 +175,7 @@ def test_memory_that_this_ucx_does_not_move_is_refused(make_agent):
 def test_settings_are_checked_and_shown(make_agent, monkeypatch):
     agent = make_agent("a", config={"TLS": "tcp"})
     settings = {"RNDV_THRESH": "inf", "TCP_CONN_NB": "y", "MAX_EAGER_RAILS": "1"}
+    settings |= {"TCP_KEEPIDLE": "5s", "TCP_KEEPINTVL": "2s", "TCP_KEEPCNT": "3"}
     assert agent.config == {**settings, "TLS": "tcp"}
     assert agent.transport == "UCX, UCX_TLS=tcp"
     assert agent.error_handling

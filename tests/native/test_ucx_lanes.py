@@ -151,8 +151,9 @@ def test_impossible_requests_end_their_lane_alone(visit, theirs):
     neighbour = visit().greet()
     for kind, total, pieces, count in [
         (DATA, 1, [(base, 1)], None), (END, 0, [], None), (99, 1, [(base, 1)], None),
-        (READ, 0, [], None), (READ, 1, [], 1 << 31), (WRITE, 1, [], 0), (READ, 0, [(base, 0)], None),
-        (READ, 2, [(base, 1)], None), (WRITE, 1 << 63, [(base, 1 << 63)], None),
+        (READ, 0, [], None), (READ, 1, [], 1 << 31), (WRITE, 1, [], 0),
+        (READ, 0, [(base, 0)], None), (READ, 2, [(base, 1)], None),
+        (WRITE, 1 << 63, [(base, 1 << 63)], None),
         (WRITE, 0, [(base, 1 << 63), (base, 1 << 63)], None),
     ]:  # fmt: skip
         stranger = visit().greet()

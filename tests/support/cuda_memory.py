@@ -80,7 +80,7 @@ class DeviceArray:
             elif kind == "pool":
                 check(driver().cuMemAllocAsync(ctypes.byref(address), size, make_stream(device)))
             else:
-                address = self._reserve(is_shareable=kind == "vmm")
+                address = self._reserve()
         self.address = address.value
         self.write(np.zeros(self.shape, self.dtype))
 
@@ -97,10 +97,10 @@ class DeviceArray:
             check(driver().cuMemcpyDtoH_v2(ctypes.c_void_p(values.ctypes.data), start, size))
         return values
 
-    def _reserve(self, *, is_shareable):
+    def _reserve(self):
         size = ctypes.c_size_t(-(-self.nbytes // _VMM_UNIT) * _VMM_UNIT)
         address, handle = Address(), Address()
-        prop = (ctypes.c_int * 8)(1, _POSIX_FD if is_shareable else 0, 1, self.device)
+        prop = (ctypes.c_int * 8)(1, _POSIX_FD, 1, self.device)
         access = (ctypes.c_int * 3)(1, self.device, 3)
         check(driver().cuMemCreate(ctypes.byref(handle), size, prop, Address(0)))
         check(driver().cuMemAddressReserve(ctypes.byref(address), size, 0, Address(0), Address(0)))
@@ -156,10 +156,6 @@ class SecondDevicePool(DevicePool):
 
 class VmmPool(DevicePool):
     kind = "vmm"
-
-
-class PrivateVmmPool(DevicePool):
-    kind = "private vmm"
 
 
 class StreamOrderedPool(DevicePool):

@@ -69,6 +69,10 @@ class Model:
     dim: int = 8
     packing: str = ""
     """Name of a packing that makes pages opaque."""
+    is_apart: bool = False
+    """Whether an engine describes each layer as a group."""
+    knows_heads: bool = True
+    """Whether ranks of one head know how many the model has."""
 
     def kv(self, prompt: int, layers: range, heads: range, tokens: range) -> npt.NDArray[np.uint16]:
         """Return the KV of a prompt, shape (layers, 2 or 1, heads, tokens, dim)."""
@@ -105,20 +109,32 @@ class ToyRank:
         dims = [sizes[letter] for letter in axes]
         if "L" in axes:
             whole = np.full(dims, POISON, np.uint16)
-            tensors = {"all": whole}
+            given = {"all": whole}
             each = iter(np.moveaxis(whole, axes.index("L"), 0))
         else:
-            tensors = {f"layer.{i}": np.full(dims, POISON, np.uint16) for i in self.layers}
-            each = iter(tensors.values())
+            given = {f"layer.{i}": np.full(dims, POISON, np.uint16) for i in self.layers}
+            each = iter(given.values())
         self.tensors = {f"layer.{i}": next(each) for i in self.layers}
-        self.cache = KVCache.from_tensors(
-            self.on_device(tensors),
-            axes=axes,
-            kv_heads=model.kv_heads,
-            tp=(rank[1], parallel.tp),
-            layers=list(self.layers),
-            dtype=f"uint16:{model.packing}" if model.packing else None,
-            opaque_axes="HND" if model.packing else "",
+        is_exact = model.knows_heads or len(self.heads) > 1
+        tensors = list(self.on_device(given).items())
+        step = 1 if model.is_apart else len(self.layers)
+        self.cache = KVCache.combine(
+            *(
+                KVCache.from_tensors(
+                    dict(tensors[at : at + step]),
+                    axes=axes,
+                    kv_heads=model.kv_heads if is_exact else parallel.tp,
+                    has_exact_heads=is_exact,
+                    tp=(rank[1], parallel.tp),
+                    layers=list(self.layers)[at : at + step],
+                    group=f"{KVCache.DEFAULT_GROUP}{at or ''}",
+                    kind=KVCache.DEFAULT_GROUP,
+                    table=KVCache.DEFAULT_GROUP,
+                    dtype=f"uint16:{model.packing}" if model.packing else None,
+                    opaque_axes="HND" if model.packing else "",
+                )
+                for at in range(0, len(self.layers), step)
+            )
         )
         self.metadata = worker.register_kv_caches(self.cache)
 

@@ -65,3 +65,9 @@ def early_params(engine, request_id, **more):
         "transfer_mode": "push",
         **more,
     }
+
+
+def start_early(world, prefill, decode, asked="p1", **options):
+    """Let a consumer ask for a push of a request that the producer has not begun."""
+    start(world, decode, early_params(prefill, asked), **options)
+    world.until(lambda: prefill.stats.pushes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from toy_engine import Model
-from toy_pair import arrives, early_params, errors, failed, start
+from toy_pair import arrives, early_params, errors, failed, start, start_early
 from toy_world import World
 
 from pynixlkv import KVCache
@@ -142,8 +142,7 @@ def test_a_page_that_moves_whole_waits_for_what_the_producer_adds_to_it():
     with World("push", checksums="all") as world:
         prefill, decode = world.engine("P", model), world.engine("D", model)
         prefill.begin("p1", 7, 13)
-        start(world, decode, early_params(prefill, "p1"))
-        world.until(lambda: prefill.stats.pushes)
+        start_early(world, prefill, decode)
         prefill.compute("p1", 13)
         world.quiet()
         for rank in prefill.ranks:

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from spoiled import SpoiledVerification
 from toy_engine import POISON, Model, ToyEngine
+from toy_pair import early_params
 from toy_world import FakeEvent, World
 
 from pynixlkv.connector import messages, receiver
@@ -205,17 +206,7 @@ class KitMachine(RuleBasedStateMachine):
         number = self.new_number()
         self.p.begin(f"p{number}", number, num_tokens)
         self.chunked.append((number, num_tokens))
-        host, port = self.p.scheduler.address
-        params = {
-            "do_remote_prefill": True,
-            "remote_engine_id": self.p.id,
-            "remote_request_id": f"p{number}",
-            "remote_host": host,
-            "remote_port": port,
-            "tp_size": self.p.parallel.tp,
-            "transfer_mode": "push",
-        }
-        self.offers.append((number, num_tokens, params))
+        self.offers.append((number, num_tokens, early_params(self.p, f"p{number}")))
 
     @rule(pick=PICK, what=st.sampled_from(["compute", "compute", "compute", "preempt", "give up"]))
     def go_on_in_chunks(self, pick, what):

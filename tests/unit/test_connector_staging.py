@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
@@ -354,18 +355,26 @@ class Engine:
         self.agent.close()
 
 
-def test_a_request_is_readable_only_when_its_copy_has_ended():
+@contextmanager
+def handing_over(**config):
+    """A producer and a consumer, which is about to receive blocks 7, 0, 3 in its 1, 6, 4."""
     network, hellos = FakeNetwork(), {}
-    producer = Engine("producer", 1, network, hellos)
-    consumer = Engine("consumer", 2, network, hellos)
-    try:
-        expected = [producer.rank.device_block(b) for b in (7, 0, 3)]
+    with (
+        closing(Engine("producer", 1, network, hellos)) as producer,
+        closing(Engine("consumer", 2, network, hellos, **config)) as consumer,
+    ):
         asked = RequestInfo("p", 12, KVTransferParams(do_remote_decode=True))
         keeps, params = producer.scheduler.request_finished(asked, ((7, 0, 3),), 12)
         assert keeps
         request = RequestInfo("c", 12, KVTransferParams.from_dict(params))
         assert consumer.scheduler.get_num_new_matched_tokens(request, 0) == (12, True)
         consumer.scheduler.update_state_after_alloc(request, ((1, 6, 4),), 0, 12)
+        yield producer, consumer
+
+
+def test_a_request_is_readable_only_when_its_copy_has_ended():
+    with handing_over() as (producer, consumer):
+        expected = [producer.rank.device_block(b) for b in (7, 0, 3)]
         for _ in range(50):  # the copy to the producer's host has not ended
             producer.step()
             assert not consumer.step()
@@ -385,23 +394,12 @@ def test_a_request_is_readable_only_when_its_copy_has_ended():
         for block, bytes_of_it in zip((1, 6, 4), expected, strict=True):
             assert np.array_equal(consumer.rank.device_block(block), bytes_of_it)
         assert producer.pool.num_free == consumer.pool.num_free == (HOST_BLOCKS,)
-    finally:
-        for engine in (consumer, producer):
-            engine.close()
 
 
 def test_wrong_bytes_are_found_in_host_blocks_and_not_copied_to_the_device(monkeypatch):
     monkeypatch.setattr(receiver, "Verification", SpoiledVerification)
     monkeypatch.setattr(SpoiledVerification, "count", 1)
-    network, hellos = FakeNetwork(), {}
-    producer = Engine("producer", 1, network, hellos)
-    consumer = Engine("consumer", 2, network, hellos, checksums="all")
-    try:
-        asked = RequestInfo("p", 12, KVTransferParams(do_remote_decode=True))
-        _, params = producer.scheduler.request_finished(asked, ((7, 0, 3),), 12)
-        request = RequestInfo("c", 12, KVTransferParams.from_dict(params))
-        assert consumer.scheduler.get_num_new_matched_tokens(request, 0) == (12, True)
-        consumer.scheduler.update_state_after_alloc(request, ((1, 6, 4),), 0, 12)
+    with handing_over(checksums="all") as (producer, consumer):
         deadline = time.monotonic() + DEADLINE_S
         failed = {}
         while not failed:
@@ -412,6 +410,3 @@ def test_wrong_bytes_are_found_in_host_blocks_and_not_copied_to_the_device(monke
         assert (failed["c"].state, failed["c"].blocks) == (EndState.CORRUPT, ((1, 6, 4),))
         assert consumer.rank.copy.num_begun == 0
         assert consumer.pool.num_free == (HOST_BLOCKS,)
-    finally:
-        for engine in (consumer, producer):
-            engine.close()

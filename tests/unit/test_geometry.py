@@ -465,6 +465,7 @@ def test_ambiguous_shapes() -> None:
         ({"x": (array("KBHND"),) * 2}, {}, "has K or C, but K and V are tensors of their own"),
         ({"x": array("KBHND", object)}, {}, "holds Python objects"),
         ({"x": array("LBHNC", L=4097)}, {"axes": "LBHNC"}, "4097 layers; expected at most 4096"),
+        ({"x": (array("BHND"), array("BHND", D=8))}, {"axes": "BHND"}, "differ in dimension D"),
         ({"x": array("KBHND", B=0)}, {}, "is empty"),
         ({"x": array("KBHND")[:, ::-1]}, {}, "negative strides"),
         ({"x": array("KBHND", K=3)}, {}, "dimension K is 3, expected 2"),

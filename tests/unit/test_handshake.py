@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -256,18 +258,39 @@ def test_all_addresses_of_a_name_are_tried(monkeypatch, host):
     def both(name, *args, **kwargs):
         if name != "both.example":
             return look_up(name, *args, **kwargs)
-        return look_up("127.0.0.1", *args, **kwargs) + look_up("::1", *args, **kwargs)
+        return look_up("::1", *args, **kwargs) + look_up("127.0.0.1", *args, **kwargs)
 
     with serve(host=host) as listener:
         # What listens at the other address, if anything does, is another engine.
         other = {"::1": "127.0.0.1", "127.0.0.1": "::1"}[host]
         monkeypatch.setattr(socket, "getaddrinfo", both)
         address = ("both.example", listener.port)
+        found = resolve(*address, keys=None, allow_insecure=False)
+        assert [each.host for each in found] == ["127.0.0.1", "::1"]
         assert ask(address).hellos == HELLOS
         with serve("decode", host=other, port=listener.port):
             assert ask(address).hellos == HELLOS
             with pytest.raises(EngineIdMismatch, match="this side about 'nobody'"):
                 ask(address, engine_id="nobody")
+
+
+def test_an_address_without_a_socket_leaves_the_others(monkeypatch):
+    connect = handshake_client._Connection
+
+    def fail_for_one(address, *rest):
+        if address.host == "127.0.0.2":
+            raise zmq.ZMQError(errno.EMFILE)
+        return connect(address, *rest)
+
+    addresses = [Address(f"127.0.0.{i}", 0) for i in (2, 1)]
+    monkeypatch.setattr(handshake_client, "_Connection", fail_for_one)
+    with serve() as listener:
+        places = [replace(each, port=listener.port) for each in addresses]
+        monkeypatch.setattr(handshake_client, "resolve", lambda *_, **__: places)
+        assert ask(listener).hellos == HELLOS
+        del places[1]
+        with pytest.raises(HandshakeError, match=r"127\.0\.0\.2:\d+ can be used: Too many open"):
+            ask(listener)
 
 
 def test_strangers_do_not_keep_clients_out(monkeypatch, caplog):

@@ -14,13 +14,13 @@ from toy_pair import (
     BEATS_10,
     arrives,
     connect,
-    early_params,
     errors,
     failed,
     pair,
     received,
     sent,
     start,
+    start_early,
 )
 from toy_world import DEADLINE_S, FakeEvent, World
 
@@ -448,8 +448,7 @@ def test_a_failed_part_is_not_counted_as_loaded():
 def test_a_producer_that_fails_before_the_transfer_says_so():
     with pair("push") as (world, prefill, decode):
         # The consumer does not wait for the prefill: it knows only the producer.
-        start(world, decode, early_params(prefill, "p1"))
-        world.until(lambda: prefill.stats.pushes)
+        start_early(world, prefill, decode)
         info = RequestInfo("p1", 13, KVTransferParams(do_remote_decode=True))
         keeps, params = prefill.scheduler.request_finished(info, ((0, 1),), 8, is_complete=False)
         assert (keeps, params) == (False, None)
@@ -552,8 +551,7 @@ def test_nothing_is_heard_from_the_producer_at_all():
 
 def test_blocks_that_are_appended_between_steps_are_sent_too():
     with pair("push") as (world, prefill, decode):
-        start(world, decode, early_params(prefill, "p1"), num_tokens=11)
-        world.until(lambda: prefill.stats.pushes)
+        start_early(world, prefill, decode, num_tokens=11)
         prefill.begin("p1", 7, 11)
         prefill.compute("p1", 8)
         world.until(lambda: decode.ranks[0].holds(7, decode.requests["d1"].blocks, range(8)))
@@ -653,8 +651,7 @@ def test_an_abort_while_bytes_move_is_reported_when_they_are_quiet(mode):
 
 def test_a_push_that_is_asked_for_in_an_earlier_life_is_not_written_in_the_next():
     with pair("push") as (world, prefill, decode):
-        start(world, decode, early_params(prefill, "p1"))
-        world.until(lambda: prefill.stats.pushes)
+        start_early(world, prefill, decode)
         world.kill("D")
         decode = world.engine("D")
         start(world, decode, prefill.prefill("p0", 3, 4), request_id="d0", prompt=3, num_tokens=4)
@@ -668,8 +665,7 @@ def test_a_push_that_is_asked_for_in_an_earlier_life_is_not_written_in_the_next(
 
 def test_a_request_that_is_preempted_is_pushed_anew():
     with pair("push") as (world, prefill, decode):
-        start(world, decode, early_params(prefill, "p1"), num_tokens=12)
-        world.until(lambda: prefill.stats.pushes)
+        start_early(world, prefill, decode, num_tokens=12)
         prefill.begin("p1", 7, 12)
         prefill.compute("p1", 8)
         world.network.pause("D.0.0")
@@ -691,8 +687,7 @@ def test_a_request_that_is_preempted_is_pushed_anew():
 def pushing():
     """A world with a producer that is asked for a request before it begins, and a consumer."""
     with pair("push") as (world, prefill, decode):
-        start(world, decode, early_params(prefill, "p1"), num_tokens=12)
-        world.until(lambda: prefill.stats.pushes)
+        start_early(world, prefill, decode, num_tokens=12)
         prefill.begin("p1", 7, 12)
         yield world, prefill, decode
 
@@ -769,8 +764,7 @@ def test_an_engine_that_moves_to_another_address_is_found_there():
 def test_an_address_with_a_new_tenant_fails_what_waits_for_the_old_one():
     with pair("push", transfer_timeout=1000) as (world, prefill, decode):
         address = prefill.scheduler.address
-        start(world, decode, early_params(prefill, "p1"))
-        world.until(lambda: prefill.stats.pushes)
+        start_early(world, prefill, decode)
         world.kill("P")
         successor = world.engine("P2")
         successor.scheduler.address = address

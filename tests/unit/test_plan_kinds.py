@@ -1,9 +1,9 @@
 """Every kind of cache between random engines, byte by byte: heads of their own, state, scales, …
 
 A model is a list of bundles, each of which some layers hold: fields that have one block table. The
-reference knows elements by their identity; numpy does the indexing. The engines differ in everything
-that may differ: tensor- and pipeline-parallel sizes, block sizes, order of dimensions, one tensor
-for all fields of a layer or one each, and how layers are grouped.
+reference knows elements by their identity; numpy does the indexing. The engines differ in all that
+may differ: tensor- and pipeline-parallel sizes, block sizes, order of dimensions, one tensor for
+all fields of a layer or one each, and how layers are grouped.
 
 Run more examples with ``HYPOTHESIS_MAX_EXAMPLES=5000``.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 import numpy as np
@@ -22,8 +23,8 @@ from hypothesis import strategies as st
 
 from pynixlkv.connector.metadata import ParallelSizes
 from pynixlkv.connector.scheduler import GroupSpec, cut_table
-from pynixlkv.connector.tp_mapping import transfer_slices
-from pynixlkv.errors import KVCorruptError
+from pynixlkv.connector.tp_mapping import ranks_to_tell, transfer_slices
+from pynixlkv.errors import KVCorruptError, LayoutError, PlanError
 from pynixlkv.geometry import Geometry, KVCache, Part
 from pynixlkv.plan import TransferPlan
 from pynixlkv.topology import held_heads
@@ -88,7 +89,8 @@ def draw_model(rng: random.Random) -> list[Bundle]:
 def draw_size(rng: random.Random, model: list[Bundle]) -> int:
     """Draw a tensor-parallel size that all heads can be cut or replicated to."""
     counts = [f.kv_heads for bundle in model for f in bundle.fields if f.kv_heads]
-    sizes = [n for n in (1, 2, 4, 8, 16) if all(h % n == 0 or n % h == 0 for h in counts)]
+    likely = (1, 1, 1, 2, 2, 2, 2, 4, 4, 4, 8, 16)
+    sizes = [n for n in likely if all(h % n == 0 or n % h == 0 for h in counts)]
     return rng.choice(sizes)
 
 
@@ -105,7 +107,7 @@ class Layout:
     letters: dict[str, str]
     tables: list[list[int]] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
-    rule: GroupSpec = GroupSpec(1)
+    rule: GroupSpec = field(default_factory=lambda: GroupSpec(1))
     whole_tables: list[list[int]] = field(default_factory=list)
     """As an engine keeps them: with placeholders, and scratch slots behind."""
 
@@ -150,7 +152,7 @@ def draw_tables(rng: random.Random, bundle: Bundle, layout: Layout, end: int, sl
     if not bundle.tokens:
         layout.rule = GroupSpec(0, null_block=NULL, slots=slots)
         if by_position:
-            layout.rule = GroupSpec(per_slot, window=1, null_block=NULL)
+            layout.rule = GroupSpec(0, state_tokens=per_slot, null_block=NULL)
     for _ in layout.groups:
         blocks = rng.sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1)
         if bundle.tokens:
@@ -180,7 +182,8 @@ class Tensors:
         self.buffers: list[np.ndarray] = []
         self.arrays: dict[tuple[int, str], np.ndarray] = {}
         self.begin: dict[str, int] = {}
-        sizes = {f.kind: self.sizes(f) for f in bundle.fields}
+        self.heads = {f.kind: held_heads(*tp, f.kv_heads) for f in bundle.fields}
+        self.sizes = sizes = {f.kind: self.extents(f) for f in bundle.fields}
         for layer in self.layers:
             if layout.is_page:
                 length = 0
@@ -206,15 +209,12 @@ class Tensors:
         whole = buffer[GUARD : GUARD + nbytes].view(f"u{self.bundle.itemsize}").reshape(extents)
         return whole[..., : shape[order[-1]]].transpose(np.argsort(order))
 
-    def heads(self, each: Field) -> range:
-        return held_heads(*self.tp, each.kv_heads)
-
-    def sizes(self, each: Field) -> dict[str, int]:
+    def extents(self, each: Field) -> dict[str, int]:
         return {
             "B": NUM_BLOCKS,
             "K": each.planes,
             "N": self.layout.block_size,
-            "H": len(self.heads(each)),
+            "H": len(self.heads[each.kind]),
             "D": each.dim,
         }
 
@@ -237,7 +237,9 @@ class Tensors:
                     letters = self.layout.letters[real.kind]
                     if fault == "scales of another head" and each.kind == "scales":
                         letters = letters[::-1]
-                    sizes = {x: n for x, n in self.sizes(each).items() if x in letters and x != "H"}
+                    sizes = {
+                        x: n for x, n in self.extents(each).items() if x in letters and x != "H"
+                    }
                     parts.append(Part(each.kind, letters, sizes, each.kv_heads))
                 caches.append(
                     KVCache.from_parts(
@@ -251,7 +253,7 @@ class Tensors:
                 )
                 continue
             for each in self.bundle.fields:
-                is_one = each.kv_heads is not None and len(self.heads(each)) == 1
+                is_one = each.kv_heads is not None and len(self.heads[each.kind]) == 1
                 guesses = is_one and not self.bundle.knows_heads
                 caches.append(
                     KVCache.from_tensors(
@@ -267,7 +269,7 @@ class Tensors:
         return caches
 
     def elements(self):
-        """Yield (layer, kind, plane, head, position, dim) of what the tables hold, and its place."""
+        """Yield (layer, kind, plane, head, position, dim) of all in the tables, and its place."""
         for index, members in enumerate(self.layout.groups):
             start, table = self.layout.starts[index], self.layout.tables[index]
             for layer, each in itertools.product(members, self.bundle.fields):
@@ -277,7 +279,7 @@ class Tensors:
                     enumerate(table),
                     range(self.layout.block_size),
                     range(each.planes),
-                    enumerate(self.heads(each)),
+                    enumerate(self.heads[each.kind]),
                     range(each.dim),
                 ):
                     position = entry
@@ -293,7 +295,7 @@ class Tensors:
 
     def place(self, each: Field, where: dict[str, int]) -> tuple[int, ...]:
         """Return the index of an element in its array."""
-        letters, sizes = self.layout.letters[each.kind], self.sizes(each)
+        letters, sizes = self.layout.letters[each.kind], self.sizes[each.kind]
         if self.layout.is_page:
             inside = 0
             for letter in letters:
@@ -320,7 +322,7 @@ class Rank:
     tensors: list[Tensors]
     cache: KVCache
 
-    @property
+    @cached_property
     def geometry(self) -> Geometry:
         return Geometry.from_bytes(self.cache.geometry.to_bytes())
 
@@ -436,8 +438,11 @@ def check(consumer: Engine, producer: Engine, end: int) -> None:
     kept = [b.copy() for rank in producer.ranks for t in rank.tensors for b in t.buffers]
     for mine in consumer.ranks:
         wanted = expected(consumer, mine, producer, end)
+        groups = mine.cache.geometry.groups
+        told = ranks_to_tell(groups, mine.place, consumer.sizes, producer.sizes)
         for theirs in producer.ranks:
-            read(consumer, mine, producer, theirs, end)
+            if theirs.place in told:
+                read(consumer, mine, producer, theirs, end)
         buffers = [buffer for tensors in mine.tensors for buffer in tensors.buffers]
         for buffer, right in zip(buffers, wanted, strict=True):
             wrong = np.flatnonzero(buffer != right)
@@ -505,3 +510,110 @@ def test_digests_find_one_wrong_element_of_any_kind(name: str) -> None:
     tensors.array(key)[index] ^= 1
     with pytest.raises(KVCorruptError, match=f"layer {identity[0]}"):
         rank.cache.digest(tables, start=starts).check(clean)
+
+
+def zeros(*shape: int) -> dict[str, np.ndarray]:
+    return {"0": np.zeros(shape, np.uint8)}
+
+
+def state(group: str = "state", **options) -> KVCache:
+    return KVCache.from_tensors(zeros(4, 8), axes="BD", kv_heads=None, group=group, **options)
+
+
+def pages(group: str = "kv", block_size: int = 4, **options) -> KVCache:
+    options = {"kv_heads": 2, **options}
+    return KVCache.from_tensors(zeros(4, 2, block_size, 8), axes="BHND", group=group, **options)
+
+
+def parts_of(*sizes: int, tensor: np.ndarray, axes: str = "BP", letters: str = "D") -> KVCache:
+    parts = [Part(str(i), letters, {"D": size}, None) for i, size in enumerate(sizes)]
+    return KVCache.from_parts({"0": tensor}, axes=axes, parts=parts)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: parts_of(3, 4, tensor=np.zeros((4, 8))), "P has 8 elements, the parts .* 7"),
+        (lambda: parts_of(3, 6, tensor=np.zeros((4, 8))), r"shape \(6,\) from 3 on does not fit"),
+        (lambda: parts_of(8, tensor=np.zeros((4, 8)), axes="BD"), "expected one dimension P"),
+        (
+            lambda: parts_of(8, tensor=np.zeros((2, 4, 2)), axes="PBP"),
+            "expected one dimension P",
+        ),
+        (
+            lambda: parts_of(8, tensor=np.zeros((4, 2, 8))[..., :4], axes="BPP"),
+            "is not contiguous in dimensions 1 to 2, which hold parts",
+        ),
+        (
+            lambda: parts_of(8, tensor=np.zeros((4, 8)), letters="ND"),
+            "part '0' has axes 'ND' .*expected a size for each letter but H",
+        ),
+        (lambda: state(tokens_per_state=4), "tokens_per_state needs a token axis"),
+        (lambda: pages(tokens_per_state=0), "cannot be sent|tokens per state is 0"),
+        (
+            lambda: pages(tokens_per_state=2, dcp=(0, 2)),
+            "a state of 2 tokens cannot be dealt to 2 context ranks",
+        ),
+        (lambda: pages(has_exact_heads=False), "kv_heads is 2, an upper bound; expected tp=1"),
+        (
+            lambda: KVCache.combine(pages("a", kind="kv"), pages("b", kind="kv")),
+            "groups 'a' and 'b' both hold 'kv' of layer 0",
+        ),
+        (
+            lambda: KVCache.combine(pages(), state(table="kv")),
+            "'state' shares table 'kv', but of the two only one has a token axis",
+        ),
+    ],
+)
+def test_what_cannot_be_described_is_refused(make, text: str) -> None:
+    with pytest.raises(LayoutError, match=text):
+        make()
+
+
+def test_groups_of_one_table_are_at_different_bytes() -> None:
+    memory = np.zeros((4, 8), np.uint8)
+    options = {"axes": "BD", "kv_heads": None, "table": "t"}
+    halves = [
+        KVCache.from_tensors({"0": memory[:, at : at + 4]}, group=str(at), **options)
+        for at in (0, 2)
+    ]
+    with pytest.raises(LayoutError, match="overlap in memory, and their groups share a block tab"):
+        KVCache.combine(*halves)
+
+
+def test_attention_and_the_parts_of_state_lie_in_one_pool() -> None:
+    memory = np.zeros((4, 32), np.uint8)
+    parts = [Part("x", "D", {"D": 24}, None), Part("B", "D", {"D": 8}, None)]
+    cache = KVCache.combine(
+        KVCache.from_tensors({"0": memory.reshape(4, 4, 8)}, axes="BND", kv_heads=None),
+        KVCache.from_parts({"1": memory}, axes="BP", parts=parts, group="conv", layers=[1]),
+    ).geometry
+    other = np.ones((8, 32), np.uint8)
+    theirs = KVCache.combine(
+        KVCache.from_tensors({"0": other[:4].reshape(4, 4, 8)}, axes="BND", kv_heads=None),
+        KVCache.from_parts({"1": other[4:]}, axes="BP", parts=parts, group="conv", layers=[1]),
+    ).geometry
+    plan = TransferPlan(cache, theirs)
+    apply(*plan.descriptors({"kv": [1], "conv": [3]}, {"kv": [0], "conv": [2]}))
+    assert memory.sum(axis=1).tolist() == [0, 32, 0, 32]
+    for tables in ({"kv": [1], "conv": [1]}, {"kv": [1], "conv": [2, 2]}):
+        with pytest.raises(PlanError, match="would be written twice"):
+            plan.descriptors(tables, {"kv": [0], "conv": [2, 3][: len(tables["conv"])]})
+
+
+def test_what_the_two_sides_mean_by_a_group_must_agree() -> None:
+    whole = pages(kv_heads=2).geometry
+    for other, text in (
+        (pages(tokens_per_state=2).geometry, "kv.tokens_per_state is 1 here and 2 there"),
+        (pages(kv_heads=4, tp=(0, 2)).geometry, "kv.kv_heads is 2 here and 4 there"),
+    ):
+        with pytest.raises(PlanError, match=text):
+            TransferPlan(whole, other)
+
+
+def test_one_table_is_of_blocks_of_one_size() -> None:
+    cache = KVCache.combine(pages("a", table="t"), pages("b", block_size=2, table="t")).geometry
+    plan = TransferPlan(cache, cache)
+    plan.descriptors({"a": [1], "b": [1, 2]}, {"t": [1], "b": [0, 3]})
+    with pytest.raises(PlanError, match="groups 'a' and 'b', whose blocks hold 4 and 2 tokens"):
+        plan.descriptors([1], [1])

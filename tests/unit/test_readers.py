@@ -14,6 +14,7 @@ from toy_pair import (
     received,
     sent,
     start,
+    start_early,
 )
 from toy_world import FakeEvent, World
 
@@ -271,8 +272,7 @@ def test_a_request_that_is_handed_over_twice_has_one_lease():
 def test_an_id_that_was_given_up_can_be_pushed_in_its_next_life(num_readers, is_early):
     with pair("push", **BEATS_5, consumer={"num_blocks": 64}) as (world, prefill, decode):
         prefill.begin("p1", 3, 13)
-        start(world, decode, early_params(prefill, "p1"), request_id="old")
-        world.until(lambda: prefill.stats.pushes)
+        start_early(world, prefill, decode, request_id="old")
         prefill.hand_over("p1", is_complete=False)
         world.until(failed(world, "old"))
         world.quiet()
@@ -301,8 +301,7 @@ def test_a_push_for_an_id_that_is_over_fails_with_its_reason_after_a_heartbeat()
         prefill.begin("p1", 7, 13)
         prefill.hand_over("p1", is_complete=False)
         world.quiet()
-        start(world, decode, early_params(prefill, "p1"))
-        world.until(lambda: prefill.stats.pushes)
+        start_early(world, prefill, decode)
         world.pass_time(5)
         world.until(failed(world))
         assert "gave the request up" in str(errors(world)[0])
@@ -310,8 +309,7 @@ def test_a_push_for_an_id_that_is_over_fails_with_its_reason_after_a_heartbeat()
 
 def test_a_reader_whose_early_push_fails_still_releases_the_request():
     with pair("push") as (world, prefill, decode):
-        start(world, decode, early_params(prefill, "p1"))
-        world.until(lambda: prefill.stats.pushes)
+        start_early(world, prefill, decode)
         prefill.begin("p1", 7, 13)
         prefill.layer_events = {0: FakeEvent(), 1: FakeEvent()}
         prefill.layer_events[0].error = RuntimeError("device lost")
@@ -343,8 +341,7 @@ def test_an_early_release_for_the_next_life_of_an_id_costs_a_heartbeat_and_no_mo
 def test_a_sample_that_was_pushed_by_layer_keeps_its_blocks():
     with pair("push") as (world, prefill, decode):
         prefill.prefill("0_p", 7, 13, sibling_group="p")
-        start(world, decode, early_params(prefill, "1_p"))
-        world.until(lambda: prefill.stats.pushes)
+        start_early(world, prefill, decode, "1_p")
         prefill.begin("1_p", 7, 13, sibling_group="p")
         prefill.compute("1_p", 13)
         world.round()
@@ -355,8 +352,7 @@ def test_a_sample_that_was_pushed_by_layer_keeps_its_blocks():
 def test_a_push_that_names_a_sample_without_a_lease_is_told_whose_it_shares():
     with pair("push") as (world, prefill, decode):
         prefill.prefill("0_p", 7, 13, sibling_group="p")
-        start(world, decode, early_params(prefill, "1_p"))
-        world.until(lambda: prefill.stats.pushes)
+        start_early(world, prefill, decode, "1_p")
         prefill.prefill("1_p", 7, 13, sibling_group="p")
         world.until(failed(world))
         assert "handed over as '0_p'" in str(errors(world)[0])

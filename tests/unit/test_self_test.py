@@ -110,6 +110,9 @@ PAIRS = [
     (Model(), {"axes": "BKNHD", "tp": 2, "pp": 2}, {"axes": "KBHND", "tp": 4}),
     (Model(), {"axes": "KBHND", "tp": 4}, {"axes": "KBNHD", "pp": 2}),
     (Model(kv_heads=None), {"axes": "BND", "tp": 2}, {"axes": "BND", "block_size": 12}),
+    (Model(is_apart=True), {"axes": "KBHND", "model": Model(), "tp": 2}, {"axes": "BKNHD"}),
+    (Model(kv_heads=2, knows_heads=False), {"tp": 4, "model": Model(2, 2)}, {"tp": 8}),
+    (Model(kv_heads=2, knows_heads=False), {"tp": 4}, {"tp": 2}),
 ]
 
 
@@ -119,8 +122,8 @@ def test_engines_that_mean_the_same_pass(mode, model, theirs, ours, monkeypatch)
     tested, run = [], verification.self_test
     monkeypatch.setattr(verification, "self_test", lambda *args: tested.append(run(*args)))
     with World(mode, self_test=True) as world:
-        producer = world.engine("P", model, **theirs)
-        consumer = world.engine("D", model, **ours)
+        producer = world.engine("P", **{"model": model, **theirs})
+        consumer = world.engine("D", **{"model": model, **ours})
         fetch(world, producer, consumer)
         assert world.outcomes["D"].received == {"d1"}
         assert consumer.holds("d1")

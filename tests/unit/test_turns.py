@@ -195,8 +195,11 @@ OFFER = {
         ([GroupSpec(32)], [range(4)], 127, 96),
         ([GroupSpec(32), GroupSpec(16)], [range(4), range(8)], 127, 96),
         # A window of 64 tokens before position 96 begins with the second block.
-        ([GroupSpec(32, 64, 0)], [[0, 1, 2, 3]], 127, 96),
-        ([GroupSpec(32, 64, 0)], [[0, 0, 2, 3]], 127, None),
+        ([GroupSpec(32, window=64, null_block=0)], [[0, 1, 2, 3]], 127, 96),
+        ([GroupSpec(32, window=64, null_block=0)], [[0, 0, 2, 3]], 127, None),
+        ([GroupSpec(32, chunk=64, null_block=0)], [[0, 0, 2, 3]], 127, 96),
+        ([GroupSpec(32, chunk=64, null_block=0)], [[0, 0, 0, 0, 4]], 130, None),
+        ([GroupSpec(32, window=1)], [range(4)], 127, None),
         ([GroupSpec(32), GroupSpec(0)], [range(4), [1]], 127, None),  # state is of the last token
         ([GroupSpec(32)], [range(1)], 31, None),
     ],

@@ -5,54 +5,57 @@ What the CPU cannot run is moved in test_caches.py, at the level of vLLM's specs
 
 import connectors
 import pytest
-from engines import answer_plainly, make_model
+from engines import make_model, make_prompts
 
 pytestmark = pytest.mark.timeout(1200)
 
 # A window of 64 tokens, and a chunk of 128, end where a block of 128 does.
 LENGTHS = (5, 128, 191, 300)
+# The CPU's kernels of Mamba 2 know no checkpoints of state.
+NO_CHECKPOINTS = {"enable_prefix_caching": False}
+HYBRID = {"disable_hybrid_kv_cache_manager": False}
 
-# The engine's options; by model of `engines.MODELS`, and what else makes the case.
+# A model of `engines.MODELS`, prefill's TP size, and options of both engines.
 CASES = {
-    # The CPU's kernels of Mamba 2 know no checkpoints of state.
-    "mamba2": {"enable_prefix_caching": False},
-    "mamba1": {},
-    "gdn": {},
-    "gemma": {"disable_hybrid_kv_cache_manager": False},
-    "llama4": {"disable_hybrid_kv_cache_manager": False},
-    "gemma4": {"disable_hybrid_kv_cache_manager": False},
-    "llama fp8": {"kv_cache_dtype": "fp8"},
+    "mamba2": ("mamba2", 1, NO_CHECKPOINTS),
+    "mamba2-2-to-1": ("mamba2", 2, NO_CHECKPOINTS),
+    "mamba1": ("mamba1", 1, {}),
+    "gdn": ("gdn", 1, {}),
+    "window": ("gemma", 1, HYBRID),
+    "chunk": ("llama4", 1, HYBRID),
+    "own-heads": ("gemma4", 1, HYBRID),
+    "own-heads-2-to-1": ("gemma4", 2, HYBRID),
+    "fp8": ("llama", 1, {"kv_cache_dtype": "fp8"}),
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module", params=[pytest.param("mamba2", marks=pytest.mark.ci), *list(CASES)[1:]]
+)
 def case(request):
-    return request.param
+    return CASES[request.param]
 
 
 @pytest.fixture(scope="module")
 def model(case, tmp_path_factory):
-    return make_model(case.partition(" ")[0], tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def expected(case, model, tmp_path_factory):
-    return answer_plainly(model, tmp_path_factory.mktemp("plain"), LENGTHS, **CASES[case])
+    return make_model(case[0], tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def pair(case, cluster):
-    options = CASES[case]
-    return cluster.prefill(connectors.OURS, **options), cluster.decode(connectors.OURS, **options)
+    _, tp, options = case
+    prefill = cluster.prefill(connectors.OURS, tensor_parallel_size=tp, **options)
+    return prefill, cluster.decode(connectors.OURS, **options)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_decode_continues_from_each_kind_of_cache(pair, expected, length):
+def test_decode_continues_from_each_kind_of_cache(pair, length):
     prefill, decode = pair
-    prompt, tokens = expected[length]
+    (prompt,) = make_prompts([length], 1)
     before = decode.metrics()
-    assert decode.generate(prompt, params=prefill.prefill(prompt)).tokens == tokens
+    answer = decode.generate(prompt, params=prefill.prefill(prompt))
     after = decode.metrics()
+    assert answer.tokens == prefill.generate(prompt).tokens
     key = "vllm:prompt_tokens_by_source[{}]"
     fetched, computed = (
         after.get(key.format(source), 0) - before.get(key.format(source), 0)

@@ -452,6 +452,7 @@ STATES = {
     "GDN_ATTN": {"num_k_heads": 4},
     "GDN_ATTN of KDA": {"num_k_heads": HEADS},
     "SHORT_CONV": {},
+    "SHORT_CONV on every rank": {},
     "LINEAR": {},
 }
 
@@ -495,16 +496,18 @@ class StateEngine:
         whole = [torch.randn(n, size, taps, generator=random) for n, size in inputs]
         recurrent = shapes_of(kind, 1, **numbers)[-1]
         state = torch.randn(*recurrent, generator=random)
-        self.pages, self.geometries, self.expected, self._caches = [], [], [], []
+        self.pages, self.geometries, self._caches = [], [], []
+        is_replicated = name.endswith("on every rank")
         for rank in range(tp):
-            shapes = shapes_of(kind, tp, **numbers)
-            states = [] if kind == "SHORT_CONV" else [share(state, tp, rank)]
+            at = (1, 0) if is_replicated else (tp, rank)
+            shapes = shapes_of(kind, at[0], **numbers)
+            states = [] if kind == "SHORT_CONV" else [share(state, *at)]
             if inputs:
-                channels = torch.cat([share(part, tp, rank).flatten(0, 1) for part in whole])
+                channels = torch.cat([share(part, *at).flatten(0, 1) for part in whole])
                 states.insert(0, channels if layout == "DS" else channels.T)
             assert [tuple(each.shape) for each in states] == [tuple(shape) for shape in shapes]
             content = torch.cat([each.flatten() for each in states]).view(torch.uint8)
-            spec = mamba(kind, shapes)
+            spec = mamba(kind, shapes, tp_replicated=is_replicated)
             assert spec.page_size_bytes == len(content)
             pages = torch.zeros(BLOCKS, 1, 1, len(content) + padding, dtype=torch.int8)
             if seed is not None:

@@ -1,12 +1,14 @@
 """The connector in vLLM's own scheduler, whose workers the test plays. No engine is started."""
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
@@ -282,17 +284,41 @@ def test_what_the_last_token_sees_is_fetched_where_attention_is_local(base, kind
     assert outputs["d"].new_token_ids == [5]
 
 
-@pytest.mark.parametrize(
-    ("setting", "words"), [("layerwise", "layerwise is set"), ("pcp", "context_parallel_size is 2")]
-)
-def test_settings_under_which_a_cache_cannot_be_moved_stop_the_server(base, setting, words):
+def test_state_is_not_pushed_by_layer(base):
+    with pytest.raises(ConfigError, match="layerwise is set, but the model has state"):
+        Side(base, PRODUCER, group=STATE, transfer_mode="push", layerwise=True)
+
+
+@pytest.fixture
+def copies(base):
+    """A configuration with two ranks of prefill context parallelism."""
     config = copy.copy(base)
-    if setting == "pcp":
-        config.parallel_config = copy.copy(base.parallel_config)
-        config.parallel_config.prefill_context_parallel_size = 2
-    extra = {"transfer_mode": "push", "layerwise": True} if setting == "layerwise" else {}
-    with pytest.raises(ConfigError, match=words):
-        Side(config, PRODUCER, group=STATE, **extra)
+    config.parallel_config = copy.copy(base.parallel_config)
+    config.parallel_config.prefill_context_parallel_size = 2
+    return config
+
+
+@pytest.mark.parametrize("role", [CONSUMER, BOTH])
+def test_copies_of_a_cache_are_refused_but_for_producers(copies, role):
+    with pytest.raises(ConfigError, match=f"context_parallel_size is 2, kv_role '{role}'"):
+        Side(copies, role)
+
+
+def test_one_rank_lends_what_several_have_copies_of(copies, monkeypatch):
+    producer = Side(copies, PRODUCER)
+    assert producer.scheduler.connector.get_finished_count() == 1
+    worker = PyNixlKVConnector(producer.config, KVConnectorRole.WORKER, producer.caches)
+    for group, rank in (("get_pp_group", 0), ("get_pcp_group", 1)):
+        monkeypatch.setattr(parallel_state, group, lambda rank=rank: Mock(rank_in_group=rank))
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+    worker.register_kv_caches({})
+    assert worker.get_handshake_metadata() is None
+    producer.add("p", 70, {"do_remote_decode": True})
+    producer.run()
+    worker.bind_connector_metadata(producer.step()[0])
+    worker.start_load_kv(Mock())
+    assert not worker.get_transfer_results(set()).finished_sending
+    worker.shutdown()
 
 
 def test_samples_of_one_request_are_readers_of_one_lease(base, decode):
@@ -856,10 +882,14 @@ def test_held_turns_give_way_to_requests_that_need_their_blocks(base):
 
 def test_a_reset_of_the_cache_releases_held_turns(base):
     _, decode, _, _ = first_turn(base)
+    decode.step()
+    assert not decode.scheduler.has_requests()
     assert not decode.scheduler.reset_connector_cache()
     message, _ = decode.step()
     assert message.connector.reqs_to_end.keys() == {"d-1"}
+    assert decode.scheduler.has_requests()  # its workers are still to report
     decode.step(sent={"d-1"})
+    assert not decode.scheduler.has_requests()
     assert decode.scheduler.reset_connector_cache()
     decode.check_that_nothing_is_left()
 

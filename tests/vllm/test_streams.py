@@ -1,7 +1,4 @@
-"""The fences of the worker's hooks, which vLLM's own code calls: of which stream, after which work.
-
-An accelerator that is only recorded: its stream is the list of what was launched.
-"""
+"""The fences of the hooks, which vLLM's own code calls: on which stream, after which work."""
 
 import contextlib
 from types import SimpleNamespace
@@ -18,107 +15,85 @@ from pynixlkv.vllm import PyNixlKVConnector
 from pynixlkv.vllm.connector import _StepMetadata
 
 pytestmark = pytest.mark.ci
-
 CARD = 3
 
 
 class Accelerator:
-    """Stands in for ``torch.accelerator`` and ``torch.Event``."""
+    """A stream, which is the list of what was launched, on a card that vLLM may not leave current.
 
-    def __init__(self):
-        self.index = 0  # of the thread, as vLLM's workers may leave it
-        self.streams = {0: [], CARD: []}
+    Stands in for ``torch.accelerator``, and makes what stands in for ``torch.Event``.
+    """
+
+    def __init__(self, monkeypatch):
+        self.stream, self.current = [], 0
+        monkeypatch.setattr(torch, "Event", self.make_event)
+        monkeypatch.setattr(torch.accelerator, "device_index", self.device_index)
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda: self.current)
 
     @contextlib.contextmanager
     def device_index(self, index):
-        before, self.index = self.index, index
+        before, self.current = self.current, index
         yield
-        self.index = before
+        self.current = before
 
-    def current_stream(self):
-        return self.streams[self.index]
+    def make_event(self, _):
+        work = []
 
-    def make_event(self, device_type):
-        assert device_type == "cuda"
-        return Event(self)
+        def record(card):
+            assert card == CARD
+            work.extend(self.stream)
 
+        def query():
+            assert self.current == CARD
+            return True
 
-class Event:
-    def __init__(self, accelerator):
-        self.accelerator = accelerator
-
-    def record(self, stream):
-        assert stream is self.accelerator.streams[CARD]
-        self.after = list(stream)
-
-    def query(self):
-        assert self.accelerator.index == CARD
-        return self.after
+        return SimpleNamespace(record=record, query=query, work=work)
 
 
 class Worker:
-    """Keeps the fences that the hooks hand over."""
+    """Keeps the work that the fences of the hooks are after."""
 
     def __init__(self):
         self.steps, self.layers = [], []
 
     def start_load_kv(self, _, event):
-        self.steps.append(event._event)
+        assert event.query()
+        self.steps.append(event._event.work)
 
     def save_kv_layer(self, number, event):
         assert event.query()
-        self.layers.append((number, event._event))
+        self.layers.append((number, event._event.work))
 
     def get_finished(self):
         return Finished()
 
 
-@pytest.fixture
-def accelerator(monkeypatch):
-    made = Accelerator()
-    monkeypatch.setattr(torch, "Event", made.make_event)
-    monkeypatch.setattr(torch.accelerator, "device_index", made.device_index)
-    monkeypatch.setattr(torch.accelerator, "current_stream", made.current_stream)
-    return made
-
-
-@pytest.fixture
-def connector(monkeypatch):
+@pytest.mark.parametrize("loads_first", [False, True])
+def test_fences_are_after_all_that_vllm_has_launched(loads_first, monkeypatch):
+    accelerator, worker = Accelerator(monkeypatch), Worker()
     connector = PyNixlKVConnector.__new__(PyNixlKVConnector)
-    connector._worker, connector._device = Worker(), torch.device("cuda", CARD)
+    connector._worker, connector._device = worker, torch.device("cuda", CARD)
     connector._layer_numbers = {"layers.0": 0, "layers.1": 1}
-    connector._failing, connector._not_sent, connector._connector_metadata = {}, set(), None
+    connector._failing, connector._not_sent, connector._invalid = {}, set(), set()
+    connector._connector_metadata = None
     monkeypatch.setattr(connector, "get_kv_connector_stats", lambda: None)
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
     monkeypatch.setattr(model_runner, "get_forward_context", lambda: None)
     context = object(), None, torch.zeros(1), None
     monkeypatch.setattr(attention, "get_attention_context", lambda _: context)
-    return connector
-
-
-@pytest.mark.parametrize("reads_before", [False, True], ids=["loads after", "loads before"])
-def test_fences_are_after_all_that_vllm_has_launched(accelerator, connector, reads_before):
-    stream = accelerator.streams[CARD]
-
-    @kv_transfer_utils.maybe_transfer_kv_layer
-    def attend(layer_name):
-        stream.append(layer_name)
-
-    stream.append("the step before")
+    attend = kv_transfer_utils.maybe_transfer_kv_layer(
+        lambda layer_name: accelerator.stream.append(layer_name)
+    )
+    accelerator.stream.append("the step before")
     step = SimpleNamespace(
-        has_sync_kv_loads=reads_before,
+        has_sync_kv_loads=loads_first,
         kv_connector_metadata=_StepMetadata(ConnectorMetadata(reqs_to_save={"r": None})),
         finished_req_ids=set(),
     )
     with model_runner.KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(step):
         attend("layers.0")
         attend("layers.1")
-    assert accelerator.index == 0
-    worker = connector._worker
-    assert worker.layers[0][0] == 0
-    assert worker.layers[0][1].after == ["the step before", "layers.0"]
-    assert worker.layers[1][0] == 1
-    assert worker.layers[1][1].after == ["the step before", "layers.0", "layers.1"]
-    # Whatever was launched before the step is done when its requests move.
-    (event,) = worker.steps
-    assert event.after[0] == "the step before"
+    first = ["the step before", "layers.0"]
+    assert worker.layers == [(0, first), (1, [*first, "layers.1"])]
+    assert worker.steps == [first[:1] if loads_first else first]
+    assert accelerator.current == 0

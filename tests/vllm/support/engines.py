@@ -328,6 +328,8 @@ class Engine:
         self.name = name
         self.log = Path(folder) / f"{name}.log"
         env = environment(connector)
+        if "PYNIXLKV_TEST_CARD" in os.environ:
+            options.setdefault("gpu_memory_utilization", 0.25)
         options = {"model": str(model), "dtype": "float32", **options}
         if connector is not None:
             options["kv_transfer_config"] = connector.config(role)
@@ -494,12 +496,12 @@ def make_model(kind, path):
     return path
 
 
-def answer_plainly(model, folder, lengths=LENGTHS, **options):
+def answer_plainly(model, folder, **options):
     """Prompts by length, and the tokens that an engine without a connector makes of them."""
     cluster = Cluster(model, folder)
     try:
         plain = cluster.start("plain", **options)
-        prompts = make_prompts(lengths, 1)
+        prompts = make_prompts(LENGTHS, 1)
         plain.start_generating(prompts)
         answers = plain.answers()
     finally:

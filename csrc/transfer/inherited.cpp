@@ -1,0 +1,137 @@
+#include "transfer/inherited.hpp"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdlib>
+#include <fstream>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "transfer/wake_socket.hpp"
+
+namespace pynixlkv::transfer {
+
+namespace {
+
+struct Socket {
+    int fd;
+    ino_t inode;
+};
+
+/// How often to look although the number of descriptors is the same.
+constexpr auto kLookEvery = std::chrono::seconds(5);
+
+std::mutex mutex;  ///< a fork holds it
+std::vector<Socket> sockets;
+std::uint64_t num_closed = 0;
+off_t num_seen = 0;
+std::chrono::steady_clock::time_point last_look;
+
+/// Descriptors of sockets that children must not have.
+void note_socket(int fd) {
+    struct stat info{};
+    if (::fstat(fd, &info) == 0 && S_ISSOCK(info.st_mode)) {
+        sockets.push_back({fd, info.st_ino});
+    }
+}
+
+bool is_epoll(int fd) {
+    std::array<char, 32> target{};
+    const std::string path = "/proc/self/fd/" + std::to_string(fd);
+    return ::readlink(path.c_str(), target.data(), target.size() - 1) > 0 &&
+           std::string_view(target.data()) == "anon_inode:[eventpoll]";
+}
+
+/// Only UCX makes these without close-on-exec. They stay marked, by an owner for signals that they
+/// never send, when they have got it.
+bool is_of_ucx(int epoll) {
+    if ((::fcntl(epoll, F_GETFD) & FD_CLOEXEC) == 0) {
+        (void)::fcntl(epoll, F_SETOWN, ::getpid());
+        (void)::fcntl(epoll, F_SETFD, FD_CLOEXEC);
+        return true;
+    }
+    return ::fcntl(epoll, F_GETOWN) == ::getpid();
+}
+
+/// Look through all descriptors: what UCX waits for is registered with its epolls.
+void look() {
+    const std::vector<Socket> before = std::exchange(sockets, {});
+    DIR* const folder = ::opendir("/proc/self/fd");
+    if (folder == nullptr) {
+        return;
+    }
+    while (const dirent* const entry = ::readdir(folder)) {
+        const int fd = std::atoi(entry->d_name);
+        if (entry->d_name[0] == '.' || fd == ::dirfd(folder)) {
+            continue;
+        }
+        if (is_of_agent(fd)) {
+            note_socket(fd);
+        } else if (is_epoll(fd) && is_of_ucx(fd)) {
+            std::ifstream info("/proc/self/fdinfo/" + std::to_string(fd));
+            for (std::string word; info >> word;) {
+                int target = -1;
+                if (word == "tfd:" && info >> target && !is_epoll(target)) {
+                    (void)::fcntl(target, F_SETFD, FD_CLOEXEC);
+                    note_socket(target);
+                }
+            }
+        }
+    }
+    ::closedir(folder);
+    const auto is_closed = [](const Socket& old) {
+        return std::none_of(sockets.begin(), sockets.end(),
+                            [&](const Socket& socket) { return socket.inode == old.inode; });
+    };
+    num_closed +=
+        static_cast<std::uint64_t>(std::count_if(before.begin(), before.end(), is_closed));
+}
+
+/// Put something else in the place of each socket. UCX in the child may still close its number,
+/// which must not become that of another file.
+void let_go() {
+    const int nothing = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
+    for (const Socket& socket : sockets) {
+        struct stat info{};
+        if (::fstat(socket.fd, &info) == 0 && info.st_ino == socket.inode &&
+            ::dup3(nothing, socket.fd, O_CLOEXEC) < 0) {
+            ::close(socket.fd);
+        }
+    }
+    ::close(nothing);
+    mutex.unlock();
+}
+
+}  // namespace
+
+std::uint64_t keep_from_children() {
+    static const int registered = ::pthread_atfork(
+        [] {
+            mutex.lock();
+            look();
+        },
+        [] { mutex.unlock(); }, let_go);
+    (void)registered;
+    const std::lock_guard lock(mutex);
+    struct stat info{};
+    (void)::stat("/proc/self/fd", &info);  // its size is their number, since Linux 6.2
+    const auto now = std::chrono::steady_clock::now();
+    if (info.st_size == 0 || info.st_size != num_seen || now - last_look > kLookEvery) {
+        num_seen = info.st_size;
+        last_look = now;
+        look();
+    }
+    return num_closed;
+}
+
+}  // namespace pynixlkv::transfer
