@@ -246,3 +246,27 @@ def test_too_few_descriptors_are_an_error(backend):
         answer = run_python(LIMITED, KIND=backend, SPARE=str(spare))
         if spare < 32 or spare > 100:
             assert answer == ("ResourceExhausted" if spare < 32 else "done"), spare
+
+
+FORKED = """
+import os, warnings
+from pynixlkv.errors import ForkError
+from pynixlkv.nixl import NixlAgent
+from pynixlkv.ucx import UcxAgent
+warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, of forks beside threads
+kind = {"nixl": NixlAgent, "ucx": UcxAgent}[os.environ["KIND"]]
+with kind("a"):
+    child = os.fork()
+    if child == 0:
+        try:
+            kind("b")
+        except ForkError:
+            os._exit(7)
+        os._exit(1)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("backend", ["nixl", "ucx"])
+def test_a_forked_child_is_refused_an_agent_that_could_not_work(backend):
+    assert run_python(FORKED, KIND=backend) == "7"
