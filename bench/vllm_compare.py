@@ -5,7 +5,11 @@
 For each connector: a prefill and a decode engine of a small model on this machine's CPU. First
 contact is the first request that is handed over; hand-off is the time that decode takes for one
 token of a prompt that prefill has computed, beside the time of a prompt that it computes itself;
-idle CPU is what all processes of the decode engine use while nothing is asked of it.
+idle CPU is what all processes of the decode engine use while nothing is asked of it, and CPU with a
+lease what those of the prefill engine use while a prompt waits for its reader.
+
+On the CPU, NixlConnector pins the main thread of each worker to the last core, where the threads
+that it starts later stay as well. "Not pinned" is the same without `os.sched_setaffinity`.
 """
 
 from __future__ import annotations
@@ -22,12 +26,14 @@ sys.path[:0] = [
 ]
 
 import connectors  # noqa: E402
-from engines import Cluster, Connector, make_model, make_prompts  # noqa: E402
+from engines import Cluster, Connector, Engine, make_model, make_prompts  # noqa: E402
 
 PROMPT, ROUNDS, IDLE_S = 300, 12, 5.0
 CONNECTORS = {
-    "NixlConnector, NIXL's Python API": connectors.NIXL,
-    "NixlConnector, pynixlkv.nixl_api": connectors.NIXL_API,
+    "NixlConnector": connectors.NIXL,
+    "NixlConnector, not pinned": connectors.NIXL,
+    "NixlConnector on pynixlkv.nixl_api": connectors.NIXL_API,
+    "NixlConnector on pynixlkv.nixl_api, not pinned": connectors.NIXL_API,
     "PyNixlKVConnector, NIXL": connectors.OURS,
     "PyNixlKVConnector, UCX": connectors.UCX,
 }
@@ -42,9 +48,17 @@ def cpu_seconds(pids: list[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def cores(engine: Engine) -> float:
+    """Return how many cores all processes of an engine use while nothing is asked of it."""
+    pids = engine.pids()
+    before, began = cpu_seconds(pids), time.monotonic()
+    time.sleep(IDLE_S)
+    return (cpu_seconds(pids) - before) / (time.monotonic() - began)
+
+
 def measure(cluster: Cluster, connector: Connector) -> dict[str, float]:
     prefill, decode = cluster.prefill(connector), cluster.decode(connector)
-    prompts = make_prompts([PROMPT] * (2 * ROUNDS + 3), 11)
+    prompts = make_prompts([PROMPT] * (2 * ROUNDS + 4), 11)
 
     def fetch(prompt: list[int]) -> float:
         params = prefill.prefill(prompt)
@@ -62,10 +76,9 @@ def measure(cluster: Cluster, connector: Connector) -> dict[str, float]:
         computed.append(decode.generate(prompts.pop(), max_tokens=1).seconds)
     metrics = decode.metrics()
     moved = next(metrics[name] for name in COUNTERS if name in metrics)
-    pids = decode.pids()
-    before, began = cpu_seconds(pids), time.monotonic()
-    time.sleep(IDLE_S)
-    idle = (cpu_seconds(pids) - before) / (time.monotonic() - began)
+    idle = cores(decode)
+    prefill.prefill(prompts.pop())
+    held = cores(prefill)
     decode.close()
     prefill.close()
     quartiles = statistics.quantiles(fetched, n=4)
@@ -76,6 +89,7 @@ def measure(cluster: Cluster, connector: Connector) -> dict[str, float]:
         "computed": statistics.median(computed) * 1e3,
         "bytes": moved / (ROUNDS + 1),
         "idle": idle,
+        "held": held,
     }
 
 
@@ -85,16 +99,23 @@ def main() -> None:
     print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores; prompt {PROMPT} tokens\n")
     print(
         "| | first contact | hand-off, median (quartiles apart) | computed instead | bytes "
-        "| idle CPU |"
+        "| idle CPU | CPU with a lease |"
     )
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| --- " * 7 + "|")
+    unpinned = folder / "unpinned"
+    unpinned.mkdir()
+    (unpinned / "sitecustomize.py").write_text(
+        "import os\n\nos.sched_setaffinity = lambda pid, mask: None\n"
+    )
     try:
         for name, connector in CONNECTORS.items():
+            if name.endswith("not pinned"):
+                connector = connector.with_(env={"PYTHONPATH": str(unpinned)})
             found = measure(cluster, connector)
             print(
                 f"| {name} | {found['first']:.0f} ms | {found['median']:.0f} ms "
                 f"({found['spread']:.0f}) | {found['computed']:.0f} ms | {found['bytes']:,.0f} | "
-                f"{found['idle']:.2f} cores |",
+                f"{found['idle']:.2f} cores | {found['held']:.2f} cores |",
                 flush=True,
             )
     finally:

@@ -31,8 +31,8 @@ from pynixlkv.cli.app import app
 from pynixlkv.cli.models import MODELS
 from pynixlkv.cli.render import info_table
 from pynixlkv.cli.size import SizeOptions, size_fleet
-from pynixlkv.vllm.caches import CACHE_KINDS
 from pynixlkv.connector.stats import METRICS
+from pynixlkv.vllm.caches import CACHE_KINDS
 from pynixlkv.vllm.options import Options
 
 if TYPE_CHECKING:

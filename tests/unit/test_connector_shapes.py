@@ -96,7 +96,9 @@ REFUSED_ELSEWHERE = {
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
-@pytest.mark.parametrize("producer, consumer", REFUSED_ELSEWHERE.values(), ids=REFUSED_ELSEWHERE)
+@pytest.mark.parametrize(
+    ("producer", "consumer"), REFUSED_ELSEWHERE.values(), ids=REFUSED_ELSEWHERE.keys()
+)
 def test_what_nixlconnector_refuses_arrives(mode, producer, consumer):
     model = Model(layers=4, kv_heads=12)
     common = {"axes": "KBHND", "block_size": 8, "num_blocks": 24}
