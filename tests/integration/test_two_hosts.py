@@ -156,10 +156,9 @@ def stay_idle(peer, engine, hello):
 
 
 @pytest.mark.parametrize("fault", ["killed", "unplugged"])
-@pytest.mark.parametrize("engine", ["ucx", "nixl"])
-def test_an_idle_peer_that_is_gone_is_noticed_unasked(hosts, start_peer, engine, fault):
-    owner = start_peer(own_with_helpers, engine, prefix=hosts.enter(0))
-    reader = start_peer(stay_idle, engine, owner.receive(), prefix=hosts.enter(1))
+def test_an_idle_peer_that_is_gone_is_noticed_unasked(hosts, start_peer, fault):
+    owner = start_peer(own_with_helpers, "ucx", prefix=hosts.enter(0))
+    reader = start_peer(stay_idle, "ucx", owner.receive(), prefix=hosts.enter(1))
     assert reader.receive() == "connected"
     owner.send("have children")
     helpers = owner.receive()
