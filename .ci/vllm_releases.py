@@ -81,7 +81,8 @@ def main(*arguments: str) -> int:
     else:
         results = (*map(test_installed, RELEASES), test_unpacked(UNPACKED))
     for version, result in results:
-        kind = "in the scheduler" if version.startswith(UNPACKED[6:10]) else "with engines"
+        is_unpacked = bool(arguments) or version.startswith(UNPACKED[6:10])
+        kind = "in the scheduler" if is_unpacked else "with engines"
         lines.append(f"| {version} | {result} {kind} |")
         print(lines[-1], flush=True)
         failed |= bool(result.other or not result.passed)
