@@ -643,7 +643,7 @@ def _common(held: Iterable[int], selected: list[int] | None) -> list[int]:
 
 
 def _intervals(numbers: list[int]) -> list[tuple[int, int]]:
-    return [(numbers[at], numbers[at] + count) for at, count in runs(numbers)]
+    return [(numbers[at], numbers[at] + count) for at, count in runs(numbers) if count]
 
 
 def _memory(side: str, geometry: Geometry, groups: list[Group]) -> MemoryType:

@@ -174,14 +174,9 @@ DescriptorArray digests(const Geometry& geometry, std::size_t group, const IdArr
                         std::uint64_t start, const py::object& source, Bounds tokens) {
     const auto numbers = [&](const char* name) { return source.attr(name).cast<IdArray>(); };
     const std::array arrays{numbers("units"), numbers("layers"), numbers("heads")};
-    kv::DigestScope scope{tokens.first,
-                          tokens.second,
-                          number(source.attr("unit")),
-                          view(arrays[0]),
-                          view(arrays[1]),
-                          view(arrays[2]),
-                          number(source.attr("planes")),
-                          {}};
+    kv::DigestScope scope{
+        tokens.first,    tokens.second,   number(source.attr("unit")),   view(arrays[0]),
+        view(arrays[1]), view(arrays[2]), number(source.attr("planes")), {}};
     for (const py::handle turns : source.attr("turns")) {
         const auto [rank, ranks, interleave] = turns.cast<std::array<std::uint64_t, 3>>();
         scope.turns.push_back({rank, ranks, interleave});

@@ -177,8 +177,7 @@ void BlockTables::check_written_once(Side side) const {
         const Use& a = uses[i - 1];
         const Use& b = uses[i];
         // Groups that share a table are at different bytes of its blocks.
-        if (a.pool == b.pool && a.block == b.block &&
-            (a.table != b.table || a.group == b.group)) {
+        if (a.pool == b.pool && a.block == b.block && (a.table != b.table || a.group == b.group)) {
             plan_error("group ", b.group, ": ", kSideNames[side], " block ", b.block, " at index ",
                        b.index, " would be written twice; it is also at index ", a.index,
                        " of group ", a.group);

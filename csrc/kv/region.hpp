@@ -101,8 +101,8 @@ struct Geometry {
 /// @throws Error LayoutError
 Geometry checked(Geometry geometry);
 
-/// Some groups of a checked geometry, in the order of `indices`, perhaps one of them more than once,
-/// with the pools numbered anew: two groups may share a pool only through a third.
+/// Some groups of a checked geometry, in the order of `indices`, perhaps one of them more than
+/// once, with the pools numbered anew: two groups may share a pool only through a third.
 Geometry select(const Geometry& geometry, std::span<const std::size_t> indices);
 
 /// One past the last byte of a region.

@@ -2,7 +2,10 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <pthread.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -26,6 +29,7 @@ namespace {
 struct Socket {
     int fd;
     ino_t inode;
+    bool is_broken;  ///< its connection has ended
 };
 
 /// How often to look although the number of descriptors is the same.
@@ -33,7 +37,7 @@ constexpr auto kLookEvery = std::chrono::seconds(5);
 
 std::mutex mutex;  ///< a fork holds it
 std::vector<Socket> sockets;
-std::uint64_t num_closed = 0;
+std::uint64_t num_broken = 0;
 off_t num_seen = 0;
 std::chrono::steady_clock::time_point last_look;
 
@@ -41,7 +45,11 @@ std::chrono::steady_clock::time_point last_look;
 void note_socket(int fd) {
     struct stat info{};
     if (::fstat(fd, &info) == 0 && S_ISSOCK(info.st_mode)) {
-        sockets.push_back({fd, info.st_ino});
+        tcp_info tcp{};
+        socklen_t size = sizeof tcp;
+        const bool is_broken = ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &tcp, &size) == 0 &&
+                               (tcp.tcpi_state == TCP_CLOSE || tcp.tcpi_state == TCP_CLOSE_WAIT);
+        sockets.push_back({fd, info.st_ino, is_broken});
     }
 }
 
@@ -89,12 +97,17 @@ void look() {
         }
     }
     ::closedir(folder);
-    const auto is_closed = [](const Socket& old) {
-        return std::none_of(sockets.begin(), sockets.end(),
-                            [&](const Socket& socket) { return socket.inode == old.inode; });
+    const auto count = [](const std::vector<Socket>& of, bool is_broken,
+                          const std::vector<Socket>& beside) {
+        return static_cast<std::uint64_t>(
+            std::count_if(of.begin(), of.end(), [&](const Socket& socket) {
+                return socket.is_broken == is_broken &&
+                       std::none_of(beside.begin(), beside.end(), [&](const Socket& other) {
+                           return other.inode == socket.inode && (other.is_broken || !is_broken);
+                       });
+            }));
     };
-    num_closed +=
-        static_cast<std::uint64_t>(std::count_if(before.begin(), before.end(), is_closed));
+    num_broken += count(sockets, true, before) + count(before, false, sockets);
 }
 
 /// Put something else in the place of each socket. UCX in the child may still close its number,
@@ -131,7 +144,7 @@ std::uint64_t keep_from_children() {
         last_look = now;
         look();
     }
-    return num_closed;
+    return num_broken;
 }
 
 }  // namespace pynixlkv::transfer

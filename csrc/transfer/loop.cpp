@@ -41,9 +41,9 @@ constexpr auto kLongestStep = std::chrono::seconds(1);
 constexpr auto kWakeIsOld = milliseconds(50);
 /// How often to look whether processes of peers have ended.
 constexpr auto kLookEvery = milliseconds(250);
-/// A library without events does not tell which peer is behind a socket that has closed, so all are
-/// asked; but not before the kernel has given up all connections to a silent host, because a
-/// message would keep those.
+/// A library without events does not tell whose connection has ended, so all peers are asked; but
+/// not before the kernel has given up all connections to a silent host, because a message would
+/// keep those.
 constexpr auto kAskAfter = std::chrono::seconds(2);
 /// Names without a peer whose generation is remembered.
 constexpr std::size_t kMaxNames = 1U << 16U;
@@ -626,6 +626,9 @@ std::shared_ptr<Peer> Loop::connect(const std::string& name, const std::string& 
     link->peer->set_transports(link->connection->transports());
     links_[name] = link;
     all_wake_ &= shared_->wake_socket.wake_peer(incarnation);
+    if (driver_->event_fd() < 0) {
+        ask_at_ = Clock::now() + kAskAfter;  // its connection may end before it is looked at
+    }
     return link->peer;
 }
 

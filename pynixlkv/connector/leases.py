@@ -1,4 +1,4 @@
-"""Lease words: how a reader knows that a producer still held its blocks.
+"""Leases: what a producer keeps of them, and the words by which a reader knows that they held.
 
 Each rank of a producer has a table of 64-bit words in registered memory, one for each slot. While
 a lease holds, its slot contains the lease's token; when it ends, the word moves on *before* the
@@ -10,6 +10,8 @@ token, the lease held in between. The tokens of a slot only grow, so the word al
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +19,11 @@ from pynixlkv.connector.messages import LeaseStatus
 from pynixlkv.connector.metadata import Lease
 from pynixlkv.errors import StateError
 from pynixlkv.geometry import KVCache
+
+if TYPE_CHECKING:
+    from pynixlkv.connector.metadata import ReqMeta
+    from pynixlkv.connector.staging import DeviceEvent
+    from pynixlkv.types import Rank
 
 LEASE_GROUP = "pynixlkv.lease"
 """Name of the group of a lease table's geometry."""
@@ -62,6 +69,52 @@ class LeaseTable:
         if lease.slot >= self._words.size:
             return LeaseStatus.UNKNOWN
         return status(lease, int(self._words[lease.slot]))
+
+
+@dataclass(eq=False)
+class LeaseReader:
+    """A reader of a lease: one request of one consumer engine."""
+
+    deadline: float
+    """When it counts as lost."""
+    released_by: set[Rank] = field(default_factory=set)
+    is_done: bool = False
+    """All its ranks have released the lease."""
+
+
+@dataclass(eq=False)
+class HeldRequest:
+    """A request whose blocks are held for consumers."""
+
+    id: str
+    meta: ReqMeta
+    lease: Lease
+    num_readers: int
+    """How many are expected; 0 if unknown."""
+    deadline: float
+    event: DeviceEvent | None
+    """Must complete before readers may see the blocks, and before they may be reused."""
+    is_staged: bool = False
+    is_granted: bool = False
+    is_extended: bool = False
+    """It got more time for its first reader."""
+    readers: dict[int, LeaseReader] = field(default_factory=dict)
+    num_done: int = 0
+    """Readers that have released the lease."""
+    digesting: int = 0
+    """Computations that read its blocks."""
+    ending: str = ""
+    """Why the lease ends; the blocks are freed once everything that uses them is quiet."""
+
+    @property
+    def have_all_come(self) -> bool:
+        """Whether no further reader is expected."""
+        return len(self.readers) >= max(self.num_readers, 1)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all expected readers have come, and each has released the lease."""
+        return self.have_all_come and self.num_done == len(self.readers)
 
 
 class LeaseSlots:

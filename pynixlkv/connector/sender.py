@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from pynixlkv.connector import messages, tp_mapping, verification
+from pynixlkv.connector.leases import HeldRequest, LeaseReader
 from pynixlkv.connector.messages import LeaseStatus
 from pynixlkv.connector.metadata import MAX_READERS
 from pynixlkv.connector.remote_engines import split
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from pynixlkv.connector.metadata import Lease, ParallelSizes, ReqMeta
     from pynixlkv.connector.staging import DeviceEvent
     from pynixlkv.geometry import Geometry, Group
-    from pynixlkv.types import Rank
 
 _log = logging.getLogger(__name__)
 
@@ -102,52 +102,6 @@ class _Push:
 
 
 @dataclass(eq=False)
-class _Reader:
-    """A reader of a lease: one request of one consumer engine."""
-
-    deadline: float
-    """When it counts as lost."""
-    released_by: set[Rank] = field(default_factory=set)
-    is_done: bool = False
-    """All its ranks have released the lease."""
-
-
-@dataclass(eq=False)
-class _Held:
-    """A request whose blocks are held for consumers."""
-
-    id: str
-    meta: ReqMeta
-    lease: Lease
-    num_readers: int
-    """How many are expected; 0 if unknown."""
-    deadline: float
-    event: DeviceEvent | None
-    """Must complete before readers may see the blocks, and before they may be reused."""
-    is_staged: bool = False
-    is_granted: bool = False
-    is_extended: bool = False
-    """It got more time for its first reader."""
-    readers: dict[int, _Reader] = field(default_factory=dict)
-    num_done: int = 0
-    """Readers that have released the lease."""
-    digesting: int = 0
-    """Computations that read its blocks."""
-    ending: str = ""
-    """Why the lease ends; the blocks are freed once everything that uses them is quiet."""
-
-    @property
-    def have_all_come(self) -> bool:
-        """Whether no further reader is expected."""
-        return len(self.readers) >= max(self.num_readers, 1)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all expected readers have come, and each has released the lease."""
-        return self.have_all_come and self.num_done == len(self.readers)
-
-
-@dataclass(eq=False)
 class _Layer:
     """A layer of a step's requests, which the device may not have finished."""
 
@@ -171,12 +125,12 @@ class Sender:
         self._submit = submit
         self._saving: dict[str, ReqMeta] = {}
         self._layers: deque[_Layer] = deque()
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, HeldRequest] = {}
         self._consumers: OrderedDict[str, Consumer] = OrderedDict()  # by time of the last message
         self._connecting: dict[str, Future[Consumer]] = {}
         self._pushes: dict[tuple[str, int], _Push] = {}  # by agent and push id
         self._pushes_of: dict[str, set[tuple[str, int]]] = defaultdict(set)
-        self._digesting: dict[tuple[str, int], tuple[_Held, Future[list[bytes]]]] = {}
+        self._digesting: dict[tuple[str, int], tuple[HeldRequest, Future[list[bytes]]]] = {}
         self._early_releases: _Recent[str, list[tuple[messages.ConsumerRank, messages.Reader]]] = (
             _Recent()
         )
@@ -257,7 +211,7 @@ class Sender:
             return  # before it got more readers
         self.begin(request_id)
         self._forget_layers(request_id)  # the rest of it is written in one piece
-        held = _Held(request_id, meta, meta.lease, meta.num_readers, deadline, event)
+        held = HeldRequest(request_id, meta, meta.lease, meta.num_readers, deadline, event)
         self._held[request_id] = held
         for push in self._of(request_id, held.lease):
             if not push.error and self._is_for(push, meta):
@@ -265,7 +219,7 @@ class Sender:
         for consumer, reader in self._early_releases.pop(request_id, ()):
             self._release(consumer, reader, now)
 
-    def _find(self, request_id: str, lease: Lease | None) -> _Held | None:
+    def _find(self, request_id: str, lease: Lease | None) -> HeldRequest | None:
         """Return a held request; by its id alone only if the lease is not known."""
         held = self._held.get(request_id)
         return held if held is not None and lease in (None, held.lease) else None
@@ -360,14 +314,14 @@ class Sender:
         if message.wants_ack:
             self._answer(agent, messages.HeartbeatAck(not_held))
 
-    def _attach(self, held: _Held, reader: messages.Reader, now: float) -> _Reader | None:
+    def _attach(self, held: HeldRequest, reader: messages.Reader, now: float) -> LeaseReader | None:
         """Extend a lease for a reader, new or known; return None if there are too many."""
         known = held.readers.get(reader.number)
         if known is None:
             if len(held.readers) >= MAX_READERS or self._num_readers >= _MAX_READERS_IN_ALL:
                 self._ctx.stats.count("refused_readers")
                 return None
-            known = held.readers[reader.number] = _Reader(now)
+            known = held.readers[reader.number] = LeaseReader(now)
             self._num_readers += 1
             if reader.num_readers > 1:
                 held.num_readers = max(held.num_readers, reader.num_readers)
@@ -609,7 +563,7 @@ class Sender:
                 _log.warning("consumer %s cannot be reached: %s", agent, str(error))
                 self._ctx.stats.count("attach_failures")
 
-    def _grant(self, held: _Held) -> float:
+    def _grant(self, held: HeldRequest) -> float:
         """Let readers see the lease once the bytes are where they read them."""
         try:
             if held.event is not None and not held.event.query():
@@ -781,11 +735,11 @@ class Sender:
 
     # ---- ends
 
-    def _end(self, held: _Held, why: str) -> None:
+    def _end(self, held: HeldRequest, why: str) -> None:
         if not held.ending:
             held.ending = why
 
-    def _free(self, held: _Held) -> None:
+    def _free(self, held: HeldRequest) -> None:
         """End a lease whose blocks no operation of this worker uses."""
         self._table.revoke(held.lease)
         del self._held[held.id]

@@ -96,7 +96,7 @@ CACHE_KINDS: Mapping[str, CacheKind] = {
 """Classes of ``vllm.v1.kv_cache_interface``. Others, and subclasses, are refused as well: they may
 use their blocks in another way."""
 
-_STATES: Mapping[str, tuple[str, ...] | None] = {
+_STATES: Mapping[str, tuple[str, ...]] = {
     "MAMBA1": ("x",),
     "MAMBA2": ("x", "B", "C"),
     "GDN_ATTN": ("q", "k", "v"),

@@ -191,7 +191,7 @@ def test_an_interrupt_leaves_no_process_behind(number, status):
 
 
 def test_the_paths_of_one_host_are_compared_byte_by_byte():
-    options = "--path tcp --direction put --size 16 --mib 1 --rounds 1".split()
+    options = ["--path", "tcp", "--direction", "put", "--size", "16", "--mib", "1", "--rounds", "1"]
     command = [sys.executable, "-m", "bench.paths", *options]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

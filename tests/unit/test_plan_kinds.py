@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 
 from pynixlkv.connector.metadata import ParallelSizes
 from pynixlkv.connector.scheduler import GroupSpec, cut_table
-from pynixlkv.connector.tp_mapping import ranks_to_tell, transfer_slices
+from pynixlkv.connector.tp_mapping import num_readers, ranks_to_tell, transfer_slices
 from pynixlkv.errors import KVCorruptError, LayoutError, PlanError
 from pynixlkv.geometry import Geometry, KVCache, Part
 from pynixlkv.plan import TransferPlan
@@ -433,13 +434,15 @@ def expected(consumer: Engine, mine: Rank, producer: Engine, end: int) -> list[n
 
 
 def check(consumer: Engine, producer: Engine, end: int) -> None:
-    """Read with every rank, and compare every byte of both engines."""
+    """Read with every rank, compare every byte of both engines, and who tells whom."""
     fill(producer)
+    tellers: Counter[tuple[int, int]] = Counter()
     kept = [b.copy() for rank in producer.ranks for t in rank.tensors for b in t.buffers]
     for mine in consumer.ranks:
         wanted = expected(consumer, mine, producer, end)
         groups = mine.cache.geometry.groups
         told = ranks_to_tell(groups, mine.place, consumer.sizes, producer.sizes)
+        tellers.update(told)
         for theirs in producer.ranks:
             if theirs.place in told:
                 read(consumer, mine, producer, theirs, end)
@@ -447,6 +450,10 @@ def check(consumer: Engine, producer: Engine, end: int) -> None:
         for buffer, right in zip(buffers, wanted, strict=True):
             wrong = np.flatnonzero(buffer != right)
             assert not wrong.size, f"rank {mine.place}: {wrong.size} wrong bytes, at {wrong[:8]}"
+    for rank in producer.ranks:
+        groups = rank.cache.geometry.groups
+        expects = num_readers(groups, rank.place, producer.sizes, consumer.sizes)
+        assert tellers[rank.place] == expects, f"rank {rank.place} waits for {expects} readers"
     after = [b for rank in producer.ranks for t in rank.tensors for b in t.buffers]
     for old, new in zip(kept, after, strict=True):
         assert np.array_equal(old, new), "the producer's memory was written"
@@ -545,8 +552,8 @@ def parts_of(*sizes: int, tensor: np.ndarray, axes: str = "BP", letters: str = "
             "is not contiguous in dimensions 1 to 2, which hold parts",
         ),
         (
-            lambda: parts_of(8, tensor=np.zeros((4, 8)), letters="ND"),
-            "part '0' has axes 'ND' .*expected a size for each letter but H",
+            lambda: parts_of(8, tensor=np.zeros((4, 8)), letters="NHD"),
+            "part '0' has axes 'NHD' .*expected a size for each letter but H",
         ),
         (lambda: state(tokens_per_state=4), "tokens_per_state needs a token axis"),
         (lambda: pages(tokens_per_state=0), "cannot be sent|tokens per state is 0"),
@@ -617,3 +624,18 @@ def test_one_table_is_of_blocks_of_one_size() -> None:
     plan.descriptors({"a": [1], "b": [1, 2]}, {"t": [1], "b": [0, 3]})
     with pytest.raises(PlanError, match="groups 'a' and 'b', whose blocks hold 4 and 2 tokens"):
         plan.descriptors([1], [1])
+
+
+def test_a_group_without_selected_layers_moves_nothing() -> None:
+    def kv(group: str, *layers: int) -> KVCache:
+        tensors = {str(layer): np.zeros((4, 4, 8), np.uint8) for layer in layers}
+        options = {"kv_heads": None, "layers": layers, "group": group, "kind": "kv"}
+        return KVCache.from_tensors(tensors, axes="MLA", **options)
+
+    local = KVCache.combine(kv("a", 0), kv("b", 1, 2)).geometry
+    remote = KVCache.combine(kv("x", 0, 1), kv("y", 2)).geometry
+    plan = TransferPlan(local, remote)
+    assert plan.pairs == [("a", "x"), ("b", "x"), ("b", "y")]
+    some = TransferPlan(local, remote, layers=[0])
+    rows, _ = some.descriptors({"a": [1], "b": [2]}, {"x": [3]})
+    assert rows[:, 1].tolist() == [32]

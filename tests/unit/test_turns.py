@@ -198,7 +198,6 @@ OFFER = {
         ([GroupSpec(32, window=64, null_block=0)], [[0, 1, 2, 3]], 127, 96),
         ([GroupSpec(32, window=64, null_block=0)], [[0, 0, 2, 3]], 127, None),
         ([GroupSpec(32, chunk=64, null_block=0)], [[0, 0, 2, 3]], 127, 96),
-        ([GroupSpec(32, chunk=64, null_block=0)], [[0, 0, 0, 0, 4]], 130, None),
         ([GroupSpec(32, window=1)], [range(4)], 127, None),
         ([GroupSpec(32), GroupSpec(0)], [range(4), [1]], 127, None),  # state is of the last token
         ([GroupSpec(32)], [range(1)], 31, None),

@@ -4,7 +4,7 @@ import connectors
 import pytest
 from engines import PREFILL_PARAMS, make_prompts
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(3600)
 
 CONVERSATIONS, TURNS, BLOCK = 20, 3, 32
 ANSWER = 100

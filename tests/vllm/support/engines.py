@@ -23,7 +23,7 @@ from pynixlkv.testing.process import RunError
 VOCABULARY = 1024
 LENGTHS = (5, 40, 300)
 MAX_TOKENS = 16
-START_S = 300.0
+START_S = 900.0
 ANSWER_S = 120.0
 
 # What a proxy sends to the prefill engine.
