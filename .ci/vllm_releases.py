@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import zipfile
+from functools import partial
 from typing import TYPE_CHECKING
 
 from build_wheels import pip
@@ -77,11 +78,14 @@ def main(*arguments: str) -> int:
     WORK.mkdir(parents=True, exist_ok=True)
     failed, lines = False, list(HEAD)
     if arguments == ("--units",):
-        results = (test_unpacked(each) for each in (RELEASES[0], UNPACKED))
+        tests = [partial(test_unpacked, each) for each in (RELEASES[0], UNPACKED)]
     else:
-        results = (*map(test_installed, RELEASES), test_unpacked(UNPACKED))
-    for version, result in results:
-        kind = "in the scheduler" if version.startswith(UNPACKED[6:10]) else "with engines"
+        tests = [*(partial(test_installed, each) for each in RELEASES)]
+        tests.append(partial(test_unpacked, UNPACKED))
+    for test in tests:
+        version, result = test()
+        is_unpacked = bool(arguments) or version.startswith(UNPACKED[6:10])
+        kind = "in the scheduler" if is_unpacked else "with engines"
         lines.append(f"| {version} | {result} {kind} |")
         print(lines[-1], flush=True)
         failed |= bool(result.other or not result.passed)

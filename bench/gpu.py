@@ -53,7 +53,7 @@ def main(arguments=None):
         try:
             report = run_cases(
                 make_cases(options.device, (Series.memcpy, series), **size),
-                2 if options.quick else ROUNDS, TIMEOUT_S,
+                *((2, 10 * TIMEOUT_S) if options.quick else (ROUNDS, TIMEOUT_S)),
                 lambda label, done, total: print(f"{done}/{total} {label}", file=sys.stderr),
                 worker=DeviceWorker,
             )  # fmt: skip

@@ -207,7 +207,10 @@ class TransferPlan:
         self._heads = None if heads is None else _numbers("heads", heads)
         wanted = None if layers is None else _numbers("layers", layers)
         self._pairs = _pair_groups(local.select(self.groups), remote.groups, wanted)
-        self._sides = sides = [[pair[i] for pair in self._pairs] for i in range(2)]
+        self._sides = sides = [
+            [here for here, _, _ in self._pairs],
+            [there for _, there, _ in self._pairs],
+        ]
         if self._heads is not None:
             _check_heads(sides, self._heads)
         if wanted is not None:
@@ -264,16 +267,16 @@ class TransferPlan:
         remote_start: int | Mapping[str, int],
     ) -> list[_GroupTables]:
         sides = self._sides
-        columns = (
+        rows = zip(
+            sides[0],
             _per_table("local_blocks", local_blocks, sides[0]),
             _per_table("remote_blocks", remote_blocks, sides[1]),
             _per_group("num_tokens", num_tokens, sides[0], None),
             _per_group("local_start", local_start, sides[0], 0),
             _per_group("remote_start", remote_start, sides[1], 0),
+            strict=True,
         )
-        return [
-            _group_tables(group, *values) for group, *values in zip(sides[0], *columns, strict=True)
-        ]
+        return [_group_tables(*row) for row in rows]
 
     def descriptors(
         self,

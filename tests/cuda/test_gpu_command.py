@@ -4,7 +4,7 @@ import pytest
 
 from bench import gpu_report
 
-pytestmark = pytest.mark.stub
+pytestmark = [pytest.mark.stub, pytest.mark.timeout(3600)]
 
 
 def test_the_report_of_a_rehearsal_has_every_part(tmp_path):
@@ -14,7 +14,6 @@ def test_the_report_of_a_rehearsal_has_every_part(tmp_path):
     assert status == 0, text
     for part in gpu_report.parts("cpu"):
         assert f"## {part.title}: {'left out' if part.needs_engines else 'ok'}" in text
-    assert "cuda_ipc/cuda" in text
     assert "torch sees no CUDA device" in text
     assert "no run failed, all bytes that arrived are equal" in text
 
@@ -22,7 +21,10 @@ def test_the_report_of_a_rehearsal_has_every_part(tmp_path):
 def test_the_report_names_parts_that_fail_and_parts_that_hang(tmp_path, monkeypatch, capsys):
     path = tmp_path / "report.md"
     commands = ("-c", "print('so far')\nraise SystemExit(3)"), ("-c", "while True: pass")
-    failing = [gpu_report.Part(f"part {i}", each, 1.0) for i, each in enumerate(commands)]
+    failing = [
+        gpu_report.Part(f"part {i}", each, deadline_s)
+        for i, (each, deadline_s) in enumerate(zip(commands, (600.0, 1.0), strict=True))
+    ]
     monkeypatch.setattr(gpu_report, "parts", lambda _: failing)
     assert gpu_report.main(["--report", str(path)]) == 1
     text = path.read_text()

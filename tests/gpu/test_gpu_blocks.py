@@ -8,7 +8,7 @@ from pynixlkv.cli.bench.cases import Series
 from pynixlkv.cli.bench.run import run_cases
 from pynixlkv.cli.render import bench_verdict
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(100)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import numpy as np
 import pytest
@@ -227,7 +228,7 @@ class Tensors:
             if not layers:
                 continue
             name = f"{self.bundle.name}{index}"
-            options = {"tp": self.tp, "layers": layers, "table": name}
+            options: dict[str, Any] = {"tp": self.tp, "layers": layers, "table": name}
             options["tokens_per_state"] = max(self.bundle.tokens, 1)
             if self.layout.is_page:
                 fields = list(self.bundle.fields)
@@ -405,9 +406,13 @@ def read(consumer: Engine, mine: Rank, producer: Engine, theirs: Rank, end: int)
         )
         local, local_starts = consumer.tables([name for name, _ in plan.pairs], end)
         remote, remote_starts = producer.tables([name for _, name in plan.pairs], end)
-        options = {"num_tokens": end, "local_start": local_starts, "remote_start": remote_starts}
-        apply(*plan.descriptors(local, remote, **options))
-        scopes = plan.digest_scopes(local, remote, **options)
+        positions: dict[str, Any] = {
+            "num_tokens": end,
+            "local_start": local_starts,
+            "remote_start": remote_starts,
+        }
+        apply(*plan.descriptors(local, remote, **positions))
+        scopes = plan.digest_scopes(local, remote, **positions)
         digest = theirs.cache.digest(remote, start=remote_starts, scopes=scopes)
         plan.verify(mine.cache, digest, local, start=local_starts, scopes=scopes)
 
@@ -579,7 +584,7 @@ def test_what_cannot_be_described_is_refused(make, text: str) -> None:
 
 def test_groups_of_one_table_are_at_different_bytes() -> None:
     memory = np.zeros((4, 8), np.uint8)
-    options = {"axes": "BD", "kv_heads": None, "table": "t"}
+    options: dict[str, Any] = {"axes": "BD", "kv_heads": None, "table": "t"}
     halves = [
         KVCache.from_tensors({"0": memory[:, at : at + 4]}, group=str(at), **options)
         for at in (0, 2)
@@ -629,8 +634,9 @@ def test_one_table_is_of_blocks_of_one_size() -> None:
 def test_a_group_without_selected_layers_moves_nothing() -> None:
     def kv(group: str, *layers: int) -> KVCache:
         tensors = {str(layer): np.zeros((4, 4, 8), np.uint8) for layer in layers}
-        options = {"kv_heads": None, "layers": layers, "group": group, "kind": "kv"}
-        return KVCache.from_tensors(tensors, axes="MLA", **options)
+        return KVCache.from_tensors(
+            tensors, axes="MLA", kv_heads=None, layers=layers, group=group, kind="kv"
+        )
 
     local = KVCache.combine(kv("a", 0), kv("b", 1, 2)).geometry
     remote = KVCache.combine(kv("x", 0, 1), kv("y", 2)).geometry

@@ -182,40 +182,6 @@ MODELS = {
             "pad_token_id": 0,
         },
     ),
-    "mamba1": (
-        "Jamba",
-        "Jamba",
-        {
-            "num_hidden_layers": 3,
-            "attn_layer_offset": 1,
-            "attn_layer_period": 3,
-            "expert_layer_offset": 5,
-            "expert_layer_period": 6,
-            "num_experts": 1,
-            "mamba_d_state": 16,
-            "mamba_expand": 2,
-            "mamba_dt_rank": 16,
-            "pad_token_id": 0,
-        },
-    ),
-    "gdn": (
-        "Qwen3Next",
-        "Qwen3Next",
-        {
-            "num_hidden_layers": 4,
-            "head_dim": 32,
-            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-            "mlp_only_layers": [0, 1, 2],
-            "num_experts": 2,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 128,
-            "shared_expert_intermediate_size": 128,
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
-        },
-    ),
 }
 
 
