@@ -17,7 +17,7 @@ import msgspec
 from pynixlkv.errors import ProtocolVersionError, WireError
 
 MAGIC = b"PNKV"
-VERSION = 3
+VERSION = 4
 """The one version of everything that two processes exchange: envelopes, handshakes, notifications.
 History: 1 = first; 2 = geometries of a hello without an envelope, `transfer_backend`; 3 =
 readers of leases, digests."""

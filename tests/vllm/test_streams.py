@@ -74,6 +74,7 @@ def test_fences_are_after_all_that_vllm_has_launched(loads_first, monkeypatch):
     connector = PyNixlKVConnector.__new__(PyNixlKVConnector)
     connector._worker, connector._device = worker, torch.device("cuda", CARD)
     connector._layer_numbers = {"layers.0": 0, "layers.1": 1}
+    connector._is_replica = False
     connector._failing, connector._not_sent, connector._invalid = {}, set(), set()
     connector._connector_metadata = None
     monkeypatch.setattr(connector, "get_kv_connector_stats", lambda: None)
