@@ -305,6 +305,7 @@ class ConnectorScheduler:
         num_computed_tokens: int,
         *,
         is_complete: bool = True,
+        turn_id: str | None = None,
     ) -> tuple[bool, dict[str, Any] | None]:
         """Decide what happens to the blocks of a request that has ended here.
 
@@ -318,6 +319,9 @@ class ConnectorScheduler:
             Tokens whose KV is in the blocks, and final.
         is_complete : bool
             False if it was aborted or failed.
+        turn_id : str, optional
+            The id under which it is reported and fetched if it is held for the next turn; by
+            default its own.
 
         Returns
         -------
@@ -358,6 +362,7 @@ class ConnectorScheduler:
             if not is_complete or not self._may_keep(request, blocks):
                 return False, None
             num_computed_tokens -= num_computed_tokens % self._common_block
+            request = replace(request, request_id=turn_id or request_id)
             return self._hand_over(request, blocks, num_computed_tokens, was_pushed=False)
         self._next.reqs_to_save.pop(request_id, None)
         was_pushed = request_id in self._pushed_by_layer
