@@ -785,6 +785,26 @@ def test_a_defect_in_a_producer_fails_its_hand_off_only(base, monkeypatch, place
     producer.check_that_nothing_is_left()
 
 
+@pytest.mark.parametrize("place", ["_hand_over", "_cut"])
+def test_a_turn_that_cannot_be_held_releases_the_producer_once(base, monkeypatch, place):
+    _, params = hand_over(base, 2 * BLOCK)
+    decode = Side(base, BOTH, "recompute", bidirectional_kv_xfer=True)
+    decode.add("d-0", 2 * BLOCK + 6)
+    decode.run()
+    decode.add("d-1", 2 * BLOCK + 6, params, max_tokens=2)  # its prompt is here already
+    message, _ = decode.step()
+    released = list(message.connector.reqs_to_release)
+    with monkeypatch.context() as patch:
+        patch.setattr(decode.scheduler.connector._side, place, broken)
+        _, outputs = decode.step()
+    assert outputs["d-1"].finish_reason is FinishReason.LENGTH
+    assert outputs["d-1"].kv_transfer_params is None
+    message, _ = decode.step()
+    released += message.connector.reqs_to_release
+    assert released == ["d-1"]
+    decode.check_that_nothing_is_left()
+
+
 def test_a_step_that_a_worker_cannot_begin_fails_its_requests_only(base, params, monkeypatch):
     decode, producer = Side(base, CONSUMER), Side(base, PRODUCER)
     worker = worker_of(decode)
