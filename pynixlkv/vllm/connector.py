@@ -146,6 +146,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._pool: BlockPool  # of the scheduler
         self._kept: dict[str, list[KVCacheBlock]] = {}  # blocks of finished turns, by id
         self._starved: set[str] = set()  # requests that get no blocks in this step
+        self._loaded: set[str] = set()  # requests that have not run since they were received
         self._copy: BlockCopy | None = None
         self._layer_numbers: dict[str, int] = {}
         self._device: torch.device | None = None  # of the cache, once it is known
@@ -316,7 +317,10 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         preempted = scheduler_output.preempted_req_ids or ()
         for request_id in preempted:
             self._side.request_preempted(request_id)
-        if preempted or self._starved:
+        self._loaded -= scheduler_output.num_scheduled_tokens.keys()
+        # vLLM does not ask again for a loaded request that needs one more block.
+        is_stuck = self._loaded and not scheduler_output.total_num_scheduled_tokens
+        if preempted or self._starved or is_stuck:
             self._side.release_turns(1, "its blocks are needed for requests")
         self._starved.clear()
         if self._options.layerwise:
@@ -358,7 +362,9 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the reports of all workers."""
         sent = connector_output.finished_sending or set()
-        self._side.update_finished(sent=sent, received=connector_output.finished_recving or set())
+        received = connector_output.finished_recving or set()
+        self._loaded |= received & self._infos.keys()
+        self._side.update_finished(sent=sent, received=received)
         for turn_id in sent & self._kept.keys():
             sent.remove(turn_id)  # vLLM knows only requests
             self._pool.free_blocks(reversed(self._kept.pop(turn_id)))
@@ -378,6 +384,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         info = self._info(request)
         for known in (self._infos, self._computed, self._rejected, self._running_tables):
             known.pop(request.request_id, None)
+        self._loaded.discard(request.request_id)
         # The last token of an answer has no KV, even if a step that computes it has been launched.
         last = request.num_tokens - 1
         if info.params.do_remote_decode:

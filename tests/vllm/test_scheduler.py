@@ -180,6 +180,8 @@ class Side:
         assert not any(
             (connector._infos, connector._computed, connector._rejected, connector._failing)
         )
+        assert not any((connector._loaded, connector._starved, connector._kept)
+        )
 
 
 ATTENTION = {"block_size": BLOCK, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
@@ -900,6 +902,26 @@ def test_held_turns_give_way_to_requests_that_need_their_blocks(base):
     decode.run()
     decode.step()
     decode.check_that_nothing_is_left()
+
+
+def test_held_turns_give_way_to_a_loaded_request_that_needs_one_more_block(base):
+    _, decode, _, params = first_turn(base)
+    turn_id = params["remote_request_id"]
+    decode.step()
+    decode.scheduler.scheduler_reserve_full_isl = False
+    # What is loaded takes all 15 free blocks, and the tokens after it need another one.
+    _, params = hand_over(base, 15 * BLOCK, first=1000)
+    decode.add("d-2", 15 * BLOCK + 6, params, first=1000)
+    message, _ = decode.step()
+    assert message.connector.reqs_to_recv.keys() == {"d-2"}
+    assert not message.connector.reqs_to_end
+    assert decode.num_free == 0
+    decode.step(received={"d-2"})
+    message, _ = decode.step()
+    assert message.connector.reqs_to_end.keys() == {turn_id}
+    decode.step(sent={turn_id})
+    _, outputs = decode.run()
+    assert outputs["d-2"].finish_reason is FinishReason.LENGTH
 
 
 def test_a_reset_of_the_cache_releases_held_turns(base):
