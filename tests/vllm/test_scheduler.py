@@ -180,8 +180,7 @@ class Side:
         assert not any(
             (connector._infos, connector._computed, connector._rejected, connector._failing)
         )
-        assert not any((connector._loaded, connector._starved, connector._kept)
-        )
+        assert not any((connector._loaded, connector._starved, connector._kept))
 
 
 ATTENTION = {"block_size": BLOCK, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
