@@ -91,6 +91,9 @@ class Driver : public Polymorphic {
                                                               std::optional<pid_t> process) = 0;
     /// Load newer metadata of the same incarnation of a connected peer.
     virtual void refresh(Connection& connection, std::string_view metadata) = 0;
+    /// Called before anybody learns that a connection has ended: from its return on, the peer must
+    /// write to no memory of this process, as far as the library can keep it from that.
+    virtual void shut_out(Connection& /*connection*/) {}
     /// Ask the library whether the connection stands. May cost a message.
     [[nodiscard]] virtual bool is_alive(Connection& connection) = 0;
 

@@ -687,6 +687,7 @@ void Loop::lose(Link& link, PeerState state, const std::string& reason,
     if (!link.peer->is_connected()) {
         return;
     }
+    driver_->shut_out(*link.connection);
     link.peer->set_state(state, reason);
     link.process.reset();
     ended_.push_back(links_.at(link.peer->name()));  // a connected peer's link is there

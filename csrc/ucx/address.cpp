@@ -144,6 +144,10 @@ bool is_plausible_address(std::string_view address, std::string_view own) {
     });
 }
 
+std::string_view worker_id(std::string_view address) {
+    return address.substr(std::min<std::size_t>(address.size(), 1), sizeof(std::uint64_t));
+}
+
 std::string without_other_processes(std::string_view address, std::string_view own,
                                     std::optional<pid_t> process) {
     std::string kept(address);

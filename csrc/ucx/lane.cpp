@@ -414,17 +414,30 @@ bool LaneXfer::poll() {
 // ---- the owner of the memory
 
 bool ServedLane::take_hello() {
-    if (!receive_exactly(reinterpret_cast<char*>(&hello_), sizeof hello_, in_done_)) {
+    if (in_done_ < sizeof hello_ &&
+        !receive_exactly(reinterpret_cast<char*>(&hello_), sizeof hello_, in_done_)) {
         return false;
     }
-    in_done_ = 0;
-    is_known_ = hello_ == LaneHello{.token = token_, .connection = hello_.connection};
+    const bool has_token = hello_ == LaneHello{.token = token_, .connection = hello_.connection};
+    const Clients::Standing standing = clients_.standing(hello_.connection);
+    if (has_token && standing == Clients::Standing::kUnknown) {
+        return false;  // nothing else is sent before the answer
+    }
+    is_known_ =
+        has_token && standing == Clients::Standing::kOpen && clients_.add_lane(hello_.connection);
     if (is_known_) {
+        in_done_ = 0;
         ends_.append(bytes_of(hello_));
     } else {
         drop();
     }
     return is_known_;
+}
+
+void ServedLane::look_at_connection() {
+    if (is_known_ && clients_.standing(hello_.connection) != Clients::Standing::kOpen) {
+        drop();
+    }
 }
 
 void ServedLane::say_end(std::uint64_t xfer, std::string_view refusal) {
@@ -579,9 +592,9 @@ bool ServedLane::take_request() {
 // ---- all
 
 Lanes::Lanes(std::string_view address, PortRange ports, int event_fd, const std::uint64_t& token,
-             std::shared_ptr<const LocalRegions> regions)
+             std::shared_ptr<const LocalRegions> regions, Clients& clients)
     // Close-on-exec is set by keep_from_children, which looks for what lacks it.
-    : token_(token), regions_(std::move(regions)), epoll_(::epoll_create1(0)) {
+    : token_(token), regions_(std::move(regions)), clients_(clients), epoll_(::epoll_create1(0)) {
     if (epoll_ < 0) {
         throw Error("StateError", "epoll_create1 failed; the process may be out of descriptors");
     }
@@ -647,7 +660,7 @@ void Lanes::accept_all(int listener) {
          (fd = ::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0;) {
         set_options(fd);
         watch(fd, ++last_, EPOLLIN | EPOLLOUT | EPOLLET);
-        served_.emplace(last_, std::make_unique<ServedLane>(fd, token_, regions_));
+        served_.emplace(last_, std::make_unique<ServedLane>(fd, token_, regions_, clients_));
         const auto is_unknown = [](const auto& entry) { return !entry.second->is_known(); };
         if (std::count_if(served_.begin(), served_.end(), is_unknown) > kMaxUnknown) {
             served_.erase(std::find_if(served_.begin(), served_.end(), is_unknown));
@@ -683,6 +696,7 @@ bool Lanes::progress() {
         std::for_each(listeners_.begin(), listeners_.end(), [this](int fd) { accept_all(fd); });
     }
     std::erase_if(served_, [&worked](const auto& entry) {
+        entry.second->look_at_connection();
         worked |= entry.second->progress();
         return entry.second->is_broken();
     });

@@ -23,6 +23,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "ucx/clients.hpp"
 #include "ucx/connection.hpp"
 #include "ucx/regions.hpp"
 
@@ -150,9 +151,12 @@ class OwnLane final : public Lane {
 /// The owner's end.
 class ServedLane final : public Lane {
   public:
-    ServedLane(int fd, const std::uint64_t& token, std::shared_ptr<const LocalRegions> regions)
-        : Lane(fd), token_(token), regions_(std::move(regions)) {}
+    ServedLane(int fd, const std::uint64_t& token, std::shared_ptr<const LocalRegions> regions,
+               Clients& clients)
+        : Lane(fd), token_(token), regions_(std::move(regions)), clients_(clients) {}
     [[nodiscard]] bool is_known() const noexcept { return is_known_; }
+    /// Drop the lane, and what has yet to be received, if its connection is over.
+    void look_at_connection();
 
   private:
     struct Read {
@@ -171,9 +175,10 @@ class ServedLane final : public Lane {
 
     const std::uint64_t& token_;
     const std::shared_ptr<const LocalRegions> regions_;
+    Clients& clients_;
     LaneHello hello_{};
-    bool is_known_ = false;
-    LaneHead in_{};  ///< its bytes: those that have not arrived
+    bool is_known_ = false;  ///< and answered
+    LaneHead in_{};          ///< its bytes: those that have not arrived
     std::size_t in_done_ = 0;
     std::vector<LaneRow> rows_;  ///< of that request
     std::size_t rows_done_ = 0;  ///< bytes
@@ -199,8 +204,9 @@ class Lanes {
   public:
     /// @param address the worker's: lanes use the network addresses that UCX does
     /// @param event_fd the worker's
+    /// @param clients lanes serve their open connections only
     Lanes(std::string_view address, PortRange ports, int event_fd, const std::uint64_t& token,
-          std::shared_ptr<const LocalRegions> regions);
+          std::shared_ptr<const LocalRegions> regions, Clients& clients);
     Lanes(const Lanes&) = delete;
     Lanes& operator=(const Lanes&) = delete;
     ~Lanes();
@@ -223,6 +229,7 @@ class Lanes {
 
     const std::uint64_t& token_;
     const std::shared_ptr<const LocalRegions> regions_;
+    Clients& clients_;
     const int epoll_;
     std::vector<int> listeners_;
     bool is_out_of_files_ = false;  ///< peers wait to be accepted
