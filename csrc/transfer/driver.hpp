@@ -43,6 +43,9 @@ class NativeXfer : public Polymorphic {
     /// @return true when all bytes have moved and, for a write, are visible at the peer
     /// @throws Error when the request failed
     virtual bool poll() = 0;
+    /// Whether it has moved bytes or may; not while it waits for a connection. Until then it is
+    /// quiet.
+    [[nodiscard]] virtual bool has_begun() const { return true; }
 };
 
 /// The connection to one generation of one peer, as the library knows it.

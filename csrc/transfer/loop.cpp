@@ -277,6 +277,9 @@ bool Loop::poll_running(Active& a) {
     for (std::size_t i = 0; i < a.running.size();) {
         std::uint64_t arrived = 0;
         const bool ended = attempt(a, [&] {
+            if (is_end(a.transfer->state()) && !a.running[i].xfer->has_begun()) {
+                return true;
+            }
             const bool done = a.running[i].xfer->poll();
             arrived = done ? a.running[i].bytes : 0;
             return done;

@@ -35,6 +35,8 @@ constexpr std::size_t kMaxEnds = 1U << 20U;
 /// Most lanes that have not said a hello; the oldest go first.
 constexpr std::ptrdiff_t kMaxUnknown = 64;
 constexpr std::size_t kMaxPlaces = 16;
+/// Longest wait for an owner's answer to a hello.
+constexpr auto kAnswerDeadline = std::chrono::seconds(15);
 constexpr int kEventsOfTurn = 64;
 constexpr std::uint64_t kWorkerEvent = 0;
 constexpr unsigned kMaxPort = 65535;
@@ -246,8 +248,15 @@ void OwnLane::remove(std::uint64_t number) {
     xfers_.erase(number);
     if (is_writing_ && to_send_.front() == number) {
         drop();  // in the middle of its bytes
+        is_writing_ = false;
     }
     std::erase(to_send_, number);
+}
+
+void OwnLane::look_at_clock() {
+    if (!is_ready_ && std::chrono::steady_clock::now() - since_ > kAnswerDeadline) {
+        drop();
+    }
 }
 
 bool OwnLane::send_more() {
@@ -702,7 +711,10 @@ bool Lanes::progress() {
     });
     std::erase_if(own_, [&worked](const auto& entry) {
         const auto lane = entry.second.lock();
-        worked |= lane && lane->progress();
+        if (lane) {
+            worked |= lane->progress();
+            lane->look_at_clock();
+        }
         return !lane || lane->is_broken();
     });
     return worked;

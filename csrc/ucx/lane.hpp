@@ -12,6 +12,7 @@
 #include <sys/uio.h>
 
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -129,6 +130,8 @@ class OwnLane final : public Lane {
     [[nodiscard]] bool is_ready() const noexcept { return is_ready_; }
     void post(LaneXfer& xfer);
     void remove(std::uint64_t number);
+    /// Drop the lane if the owner has not answered for too long.
+    void look_at_clock();
 
   private:
     bool send_more() override;
@@ -137,6 +140,7 @@ class OwnLane final : public Lane {
     void end_body();
 
     const LaneHello hello_;
+    const TimePoint since_ = std::chrono::steady_clock::now();
     LaneHello answer_{};
     bool is_ready_ = false;
     std::uint64_t last_ = 0;
@@ -249,6 +253,7 @@ class LaneXfer final : public UcxXfer {
 
     void post() override { begin(); }
     bool poll() override;
+    [[nodiscard]] bool has_begun() const override { return lane_ != nullptr; }
 
   private:
     friend class OwnLane;

@@ -232,6 +232,28 @@ def test_a_peer_without_a_lane_is_lost_and_the_error_says_what_to_look_at(owner,
             reader.read_descriptors(peer, *ends).wait(WAIT_S)
 
 
+def test_a_transfer_that_ends_before_its_lane_is_ready_is_never_posted(owner, theirs, door):
+    here = np.zeros(SIZE, dtype=np.uint8)
+    with UcxAgent("reader", config=TCP) as reader:
+        reader.register(here)
+        peer = reader.connect(with_port(owner.hello(), door.getsockname()[1]))
+        ends = rows(here.ctypes.data, (0, SIZE)), rows(theirs.ctypes.data, (0, SIZE))
+        cancelled = reader.read_descriptors(peer, *ends)
+        lane, greeting = receive_greeting(door)
+        with lane:
+            cancelled.cancel()
+            assert cancelled.wait_quiet(WAIT_S)
+            lane.sendall(greeting)
+            small = rows(here.ctypes.data, (0, 8)), rows(theirs.ctypes.data, (0, 8))
+            posted = reader.read_descriptors(peer, *small)
+            assert struct.unpack("<IIQQ", receive(lane, 24))[3] == 8
+        with pytest.raises(PeerLostError):
+            posted.wait(WAIT_S)
+        peer = reader.connect(owner.hello())
+        reader.read_descriptors(peer, *ends).wait(WAIT_S)
+        assert np.array_equal(here, theirs)
+
+
 def push(test, hello, address):
     """Begin to write to the process of the test."""
     with UcxAgent("producer", config=TCP) as producer:
