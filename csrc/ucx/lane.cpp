@@ -40,6 +40,7 @@ constexpr auto kAnswerDeadline = std::chrono::seconds(15);
 constexpr int kEventsOfTurn = 64;
 constexpr std::uint64_t kWorkerEvent = 0;
 constexpr unsigned kMaxPort = 65535;
+constexpr std::uint32_t kLinkLocalNet = 0xA9FE;  ///< 169.254
 
 std::array<char, 64U << 10U> scratch;        // of bytes that nobody wants; never read
 const std::array<char, 64U << 10U> zeros{};  // in place of those that are gone
@@ -59,9 +60,9 @@ void set_option(int fd, int level, int option, int value) {
 
 void set_options(int fd) {
     set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
-    // As UCX does: a host that has vanished is noticed within a quarter of a minute.
+    // As agents have UCX do: a host that has vanished is noticed within a quarter of a minute.
     set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
-    set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 10);
+    set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 5);
     set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 2);
     set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
 }
@@ -90,6 +91,11 @@ struct Place {
     [[nodiscard]] bool is_loopback() const {
         return any.sa_family == AF_INET ? (ntohl(v4.sin_addr.s_addr) >> 24U) == IN_LOOPBACKNET
                                         : IN6_IS_ADDR_LOOPBACK(&v6.sin6_addr);
+    }
+    /// Whether the address alone does not say which device leads to it.
+    [[nodiscard]] bool is_link_local() const {
+        return any.sa_family == AF_INET ? (ntohl(v4.sin_addr.s_addr) >> 16U) == kLinkLocalNet
+                                        : IN6_IS_ADDR_LINKLOCAL(&v6.sin6_addr);
     }
 
     union {
@@ -607,14 +613,24 @@ Lanes::Lanes(std::string_view address, PortRange ports, int event_fd, const std:
     if (epoll_ < 0) {
         throw Error("StateError", "epoll_create1 failed; the process may be out of descriptors");
     }
-    watch(event_fd, kWorkerEvent, EPOLLIN);
-    ByteWriter out;
-    for (const std::string& ip : network_addresses(address)) {
+    if (!watch(event_fd, kWorkerEvent, EPOLLIN)) {
+        ::close(epoll_);
+        throw Error("StateError", "epoll_ctl failed; the user may have too many watches");
+    }
+    std::vector<std::string> ips = network_addresses(address);
+    std::stable_partition(ips.begin(), ips.end(), [](const std::string& ip) {
         Place place;
-        const int fd = listen_at(ip, ports, place);
-        if (fd >= 0) {
+        return place.set(ip, 0) && !place.is_link_local();
+    });
+    ByteWriter out;
+    for (const std::string& ip : ips) {
+        Place place;
+        const int fd = listeners_.size() < kMaxPlaces ? listen_at(ip, ports, place) : -1;
+        if (fd >= 0 && !watch(fd, last_ + 1, EPOLLIN | EPOLLET)) {
+            ::close(fd);
+        } else if (fd >= 0) {
+            ++last_;
             listeners_.push_back(fd);
-            watch(fd, ++last_, EPOLLIN | EPOLLET);
             out.put_bytes(ip);
             out.put(place.port());
         }
@@ -630,11 +646,11 @@ Lanes::~Lanes() {
     ::close(epoll_);
 }
 
-void Lanes::watch(int fd, std::uint64_t number, std::uint32_t events) const {
+bool Lanes::watch(int fd, std::uint64_t number, std::uint32_t events) const {
     epoll_event event{};
     event.events = events;
     event.data.u64 = number;
-    (void)::epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
+    return ::epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) == 0;
 }
 
 std::vector<std::shared_ptr<OwnLane>> Lanes::connect(std::string_view places, LaneHello hello,
@@ -657,7 +673,9 @@ std::vector<std::shared_ptr<OwnLane>> Lanes::connect(std::string_view places, La
             continue;
         }
         auto lane = std::make_shared<OwnLane>(fd, hello);
-        watch(fd, ++last_, EPOLLIN | EPOLLOUT | EPOLLET);
+        if (!watch(fd, ++last_, EPOLLIN | EPOLLOUT | EPOLLET)) {
+            continue;
+        }
         own_.emplace(last_, lane);
         lanes.push_back(std::move(lane));
     }
@@ -668,14 +686,17 @@ void Lanes::accept_all(int listener) {
     for (int fd = 0;
          (fd = ::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0;) {
         set_options(fd);
-        watch(fd, ++last_, EPOLLIN | EPOLLOUT | EPOLLET);
-        served_.emplace(last_, std::make_unique<ServedLane>(fd, token_, regions_, clients_));
+        auto lane = std::make_unique<ServedLane>(fd, token_, regions_, clients_);
+        if (!watch(fd, ++last_, EPOLLIN | EPOLLOUT | EPOLLET)) {
+            continue;
+        }
+        served_.emplace(last_, std::move(lane));
         const auto is_unknown = [](const auto& entry) { return !entry.second->is_known(); };
         if (std::count_if(served_.begin(), served_.end(), is_unknown) > kMaxUnknown) {
             served_.erase(std::find_if(served_.begin(), served_.end(), is_unknown));
         }
     }
-    is_out_of_files_ |= errno == EMFILE || errno == ENFILE;
+    has_waiting_ |= errno != EAGAIN;
 }
 
 bool Lanes::take_events() {
@@ -701,7 +722,7 @@ bool Lanes::take_events() {
 
 bool Lanes::progress() {
     bool worked = take_events();
-    if (std::exchange(is_out_of_files_, false)) {
+    if (std::exchange(has_waiting_, false)) {
         std::for_each(listeners_.begin(), listeners_.end(), [this](int fd) { accept_all(fd); });
     }
     std::erase_if(served_, [&worked](const auto& entry) {

@@ -227,7 +227,8 @@ class Lanes {
     [[nodiscard]] int event_fd() const noexcept { return epoll_; }
 
   private:
-    void watch(int fd, std::uint64_t number, std::uint32_t events) const;
+    /// @return whether it is watched
+    [[nodiscard]] bool watch(int fd, std::uint64_t number, std::uint32_t events) const;
     void accept_all(int listener);
     bool take_events();
 
@@ -236,7 +237,7 @@ class Lanes {
     Clients& clients_;
     const int epoll_;
     std::vector<int> listeners_;
-    bool is_out_of_files_ = false;  ///< peers wait to be accepted
+    bool has_waiting_ = false;  ///< peers, which could not be accepted
     std::string places_;
     std::uint64_t last_ = 0;  ///< number of what is watched
     std::uint64_t first_lane_ = 0;
