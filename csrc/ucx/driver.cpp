@@ -167,6 +167,13 @@ UcxDriver::UcxDriver(std::shared_ptr<Context> context, std::string name, capi::E
         throw Error("ConfigError", text("the agent's name has ", name_.size(),
                                         " bytes, more than UCX agents take: ", kMaxName));
     }
+    const std::string own = worker_->address();
+    if (!is_plausible_address(own, own)) {
+        throw Error("ConfigError",
+                    text("UCX's address of this agent, ", own.size(),
+                         " bytes, has a format that peers do not read; agents need "
+                         "UCX_UNIFIED_MODE=n and UCX_ADDRESS_VERSION=v1, the defaults"));
+    }
     worker_->on_message(
         [this](std::string_view header, std::string_view data) { on_message(header, data); });
 }
