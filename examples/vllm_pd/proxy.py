@@ -134,11 +134,11 @@ class Proxy:
 
     async def _find_decode(self) -> str:
         """Return the next decode server that answers."""
-        why = ""
+        why, timeout = "", ClientTimeout(total=CONNECT_S)
         for _ in range(self._num_decode):
             server = next(self._decode)
             try:
-                async with self._session.get(server + "/health") as answer:
+                async with self._session.get(server + "/health", timeout=timeout) as answer:
                     if answer.status == 200:
                         return server
                     why = f"{server} answers {answer.status}"

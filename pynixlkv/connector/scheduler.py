@@ -305,6 +305,7 @@ class ConnectorScheduler:
         num_computed_tokens: int,
         *,
         is_complete: bool = True,
+        turn_id: str | None = None,
     ) -> tuple[bool, dict[str, Any] | None]:
         """Decide what happens to the blocks of a request that has ended here.
 
@@ -318,6 +319,9 @@ class ConnectorScheduler:
             Tokens whose KV is in the blocks, and final.
         is_complete : bool
             False if it was aborted or failed.
+        turn_id : str, optional
+            The id under which it is reported and fetched if it is held for the next turn; by
+            default its own.
 
         Returns
         -------
@@ -341,12 +345,29 @@ class ConnectorScheduler:
             self._next.reqs_to_abort.add(request_id)
             self._receiving[request_id].is_aborted = True
             return True, None
-        remote = self._open.pop(request_id, None)
-        if request_id in self._settled:
-            self._settled.remove(request_id)
-        elif request.params.is_fetched and (remote or _is_own(request)):
+        if request_id not in self._settled and request.params.is_fetched:
             # Rejected or aborted before anything was fetched.
-            self._next.reqs_to_release[request_id] = remote or _as_reader(request.params)
+            remote = self._open.pop(request_id, None)
+            if remote or _is_own(request):
+                self._next.reqs_to_release[request_id] = remote or _as_reader(request.params)
+        self._settled.add(request_id)  # in case of another call after an error
+        ended = self._end(
+            request, blocks, num_computed_tokens, is_complete=is_complete, turn_id=turn_id
+        )
+        self._settled.remove(request_id)
+        return ended
+
+    def _end(
+        self,
+        request: RequestInfo,
+        blocks: BlockLists,
+        num_computed_tokens: int,
+        *,
+        is_complete: bool,
+        turn_id: str | None,
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Hand a request over that does not receive, hold it as a turn, or neither."""
+        request_id, why = request.request_id, "the producer gave the request up"
         held = self._held.get(request_id)
         if held is not None:  # it has finished before
             if is_complete:
@@ -358,6 +379,7 @@ class ConnectorScheduler:
             if not is_complete or not self._may_keep(request, blocks):
                 return False, None
             num_computed_tokens -= num_computed_tokens % self._common_block
+            request = replace(request, request_id=turn_id or request_id)
             return self._hand_over(request, blocks, num_computed_tokens, was_pushed=False)
         self._next.reqs_to_save.pop(request_id, None)
         was_pushed = request_id in self._pushed_by_layer
@@ -409,6 +431,8 @@ class ConnectorScheduler:
         ):
             return self._not_held(request, "what its next token sees is gone")
         content = None if request.content is None else request.content(num_tokens)
+        if self._config.transfer_mode == "push":
+            cut = replace(cut, content=_prompt_content(request))
         group = request.params.sibling_group
         first = None if group is None else self._first_samples.get(group)
         if first is not None:
@@ -429,8 +453,6 @@ class ConnectorScheduler:
             self._make_room(request.request_id, sum(map(len, blocks)))
             num_readers = 1
             meta = replace(meta, num_readers=1, keep_seconds=self._config.conversation_seconds)
-        if self._config.transfer_mode == "push":
-            meta = replace(meta, content=_prompt_content(request))
         self._next.reqs_to_send[request.request_id] = meta
         params = KVTransferParams(
             do_remote_prefill=not is_kept,

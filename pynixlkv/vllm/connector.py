@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 from collections import deque
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -143,8 +144,9 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._invalid: set[int] = set()  # blocks of failed requests, for the next results
         self._not_sent: set[str] = set()  # the same for requests to hold
         self._pool: BlockPool  # of the scheduler
-        self._kept: dict[str, list[KVCacheBlock]] = {}  # blocks of finished requests under a lease
+        self._kept: dict[str, list[KVCacheBlock]] = {}  # blocks of finished turns, by id
         self._starved: set[str] = set()  # requests that get no blocks in this step
+        self._loaded: set[str] = set()  # requests that have not run since they were received
         self._copy: BlockCopy | None = None
         self._layer_numbers: dict[str, int] = {}
         self._device: torch.device | None = None  # of the cache, once it is known
@@ -315,7 +317,10 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         preempted = scheduler_output.preempted_req_ids or ()
         for request_id in preempted:
             self._side.request_preempted(request_id)
-        if preempted or self._starved:
+        self._loaded -= scheduler_output.num_scheduled_tokens.keys()
+        # vLLM does not ask again for a loaded request that needs one more block.
+        is_stuck = self._loaded and not scheduler_output.total_num_scheduled_tokens
+        if preempted or self._starved or is_stuck:
             self._side.release_turns(1, "its blocks are needed for requests")
         self._starved.clear()
         if self._options.layerwise:
@@ -357,10 +362,12 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the reports of all workers."""
         sent = connector_output.finished_sending or set()
-        self._side.update_finished(sent=sent, received=connector_output.finished_recving or set())
-        for request_id in sent & self._kept.keys():
-            sent.remove(request_id)  # vLLM has forgotten the request
-            self._pool.free_blocks(reversed(self._kept.pop(request_id)))
+        received = connector_output.finished_recving or set()
+        self._loaded |= received & self._infos.keys()
+        self._side.update_finished(sent=sent, received=received)
+        for turn_id in sent & self._kept.keys():
+            sent.remove(turn_id)  # vLLM knows only requests
+            self._pool.free_blocks(reversed(self._kept.pop(turn_id)))
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -377,20 +384,34 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         info = self._info(request)
         for known in (self._infos, self._computed, self._rejected, self._running_tables):
             known.pop(request.request_id, None)
+        self._loaded.discard(request.request_id)
         # The last token of an answer has no KV, even if a step that computes it has been launched.
         last = request.num_tokens - 1
         if info.params.do_remote_decode:
             last = request.num_prompt_tokens
+        # Not the request's id, which another connector may report or another request have.
+        turn_id = f"pynixlkv-turn-{secrets.token_hex(8)}-{request.request_id[:64]}"
+        is_complete = request.status in (
+            RequestStatus.FINISHED_LENGTH_CAPPED,
+            RequestStatus.FINISHED_STOPPED,
+        )
+        is_turn = is_complete and not info.params.do_remote_decode
         try:
+            blocks: list[KVCacheBlock] = []
+            if is_turn and self._settings.conversation_blocks:
+                manager = getattr(self, "_kv_cache_manager", None)
+                blocks = releases.blocks_of(manager, self._pool, request.request_id, block_ids)
             delay_free, params = self._side.request_finished(
                 info,
                 self._tables(block_ids),
                 min(request.num_computed_tokens, last),
-                is_complete=request.status
-                in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED),
+                is_complete=is_complete,
+                turn_id=turn_id,
             )
-            if delay_free and params is not None:
-                self._hold(request.request_id, block_ids)
+            if is_turn and params is not None:
+                # Without its request, for which vLLM would make steps.
+                self._pool.touch(blocks)
+                self._kept[turn_id] = blocks
                 delay_free = False
             return delay_free, params
         except Exception:
@@ -400,13 +421,6 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Take the pool of the blocks."""
         self._pool = gpu_block_pool
-
-    def _hold(self, request_id: str, block_ids: tuple[list[int], ...]) -> None:
-        """Hold the blocks of a finished request without it: vLLM makes steps while it is there."""
-        manager = getattr(self, "_kv_cache_manager", None)
-        blocks = releases.blocks_of(manager, self._pool, request_id, block_ids)
-        self._pool.touch(blocks)
-        self._kept[request_id] = blocks
 
     def reset_cache(self) -> bool:
         """Release all finished turns, as for new weights; ask again until it is true."""

@@ -195,6 +195,8 @@ class Side:
         assert not any(
             (connector._infos, connector._computed, connector._rejected, connector._failing)
         )
+        assert not any((connector._loaded, connector._starved, connector._kept)
+        )
 
 
 ATTENTION = {"block_size": BLOCK, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
@@ -811,6 +813,26 @@ def test_a_defect_in_a_producer_fails_its_hand_off_only(base, monkeypatch, place
     producer.check_that_nothing_is_left()
 
 
+@pytest.mark.parametrize("place", ["_hand_over", "_cut"])
+def test_a_turn_that_cannot_be_held_releases_the_producer_once(base, monkeypatch, place):
+    _, params = hand_over(base, 2 * BLOCK)
+    decode = Side(base, BOTH, "recompute", bidirectional_kv_xfer=True)
+    decode.add("d-0", 2 * BLOCK + 6)
+    decode.run()
+    decode.add("d-1", 2 * BLOCK + 6, params, max_tokens=2)  # its prompt is here already
+    message, _ = decode.step()
+    released = list(message.connector.reqs_to_release)
+    with monkeypatch.context() as patch:
+        patch.setattr(decode.scheduler.connector._side, place, broken)
+        _, outputs = decode.step()
+    assert outputs["d-1"].finish_reason is FinishReason.LENGTH
+    assert outputs["d-1"].kv_transfer_params is None
+    message, _ = decode.step()
+    released += message.connector.reqs_to_release
+    assert released == ["d-1"]
+    decode.check_that_nothing_is_left()
+
+
 def test_a_step_that_a_worker_cannot_begin_fails_its_requests_only(base, params, monkeypatch):
     decode, producer = Side(base, CONSUMER), Side(base, PRODUCER)
     worker = worker_of(decode)
@@ -853,8 +875,9 @@ def test_a_finished_answer_is_held_for_the_next_turn_which_prefill_fetches(base)
     prefill, decode, tokens, params = first_turn(base)
     assert (params["do_remote_prefill"], params["do_remote_decode"]) == (False, True)
     assert params["remote_num_tokens"] == 128  # the last of 130 tokens has no KV
+    turn_id = params["remote_request_id"]
     message, _ = decode.step()
-    assert [list(message.connector.reqs_to_send["d-1"].blocks[0])] == params["remote_block_ids"]
+    assert [list(message.connector.reqs_to_send[turn_id].blocks[0])] == params["remote_block_ids"]
     assert decode.num_free == BLOCKS - 1 - 5
     assert not decode.scheduler.has_requests()  # vLLM makes no steps for it
 
@@ -866,11 +889,11 @@ def test_a_finished_answer_is_held_for_the_next_turn_which_prefill_fetches(base)
     _, outputs = prefill.run()
     assert outputs["p-2"].kv_transfer_params["remote_num_tokens"] == 133
     decode.add("d-2", 0, outputs["p-2"].kv_transfer_params, tokens=[*tokens, 7, 8, 9])
-    message, _ = decode.step(sent={"d-1"})
+    message, _ = decode.step(sent={turn_id})
     assert message.connector.reqs_to_recv["d-2"].starts == (128,)  # decode has what it had
     decode.step(received={"d-2"})
-    decode.run()
-    decode.step(sent={"d-2"})
+    _, outputs = decode.run()
+    decode.step(sent={outputs["d-2"].kv_transfer_params["remote_request_id"]})
     prefill.step(sent={"p-2"})
     for side in (prefill, decode):
         side.check_that_nothing_is_left()
@@ -894,29 +917,88 @@ def test_a_turn_whose_blocks_are_gone_or_of_other_tokens_is_computed_by_prefill(
 
 
 def test_held_turns_give_way_to_requests_that_need_their_blocks(base):
-    _, decode, _, _ = first_turn(base)
+    _, decode, _, params = first_turn(base)
+    turn_id = params["remote_request_id"]
     decode.step()
     decode.add("big", 16 * BLOCK, first=1000)
     message, _ = decode.step()
-    assert message.connector.reqs_to_end.keys() == {"d-1"}
-    message, _ = decode.step(sent={"d-1"})
+    assert message.connector.reqs_to_end.keys() == {turn_id}
+    message, _ = decode.step(sent={turn_id})
     assert not message.connector
     decode.run()
     decode.step()
     decode.check_that_nothing_is_left()
 
 
+def test_held_turns_give_way_to_a_loaded_request_that_needs_one_more_block(base):
+    _, decode, _, params = first_turn(base)
+    turn_id = params["remote_request_id"]
+    decode.step()
+    decode.scheduler.scheduler_reserve_full_isl = False
+    # What is loaded takes all 15 free blocks, and the tokens after it need another one.
+    _, params = hand_over(base, 15 * BLOCK, first=1000)
+    decode.add("d-2", 15 * BLOCK + 6, params, first=1000)
+    message, _ = decode.step()
+    assert message.connector.reqs_to_recv.keys() == {"d-2"}
+    assert not message.connector.reqs_to_end
+    assert decode.num_free == 0
+    decode.step(received={"d-2"})
+    message, _ = decode.step()
+    assert message.connector.reqs_to_end.keys() == {turn_id}
+    decode.step(sent={turn_id})
+    _, outputs = decode.run()
+    assert outputs["d-2"].finish_reason is FinishReason.LENGTH
+
+
 def test_a_reset_of_the_cache_releases_held_turns(base):
-    _, decode, _, _ = first_turn(base)
+    _, decode, _, params = first_turn(base)
+    turn_id = params["remote_request_id"]
     decode.step()
     assert not decode.scheduler.has_requests()
     assert not decode.scheduler.reset_connector_cache()
     message, _ = decode.step()
-    assert message.connector.reqs_to_end.keys() == {"d-1"}
+    assert message.connector.reqs_to_end.keys() == {turn_id}
     assert decode.scheduler.has_requests()  # its workers are still to report
-    decode.step(sent={"d-1"})
+    decode.step(sent={turn_id})
     assert not decode.scheduler.has_requests()
     assert decode.scheduler.reset_connector_cache()
+    decode.check_that_nothing_is_left()
+
+
+def test_the_report_of_another_connector_frees_no_turn(base):
+    _, decode, tokens, params = first_turn(base)
+    reports = KVConnectorOutput(finished_sending={"d-1"})
+    decode.scheduler.connector.update_connector_output(reports)
+    assert reports.finished_sending == {"d-1"}  # for vLLM, which has been asked to wait for it
+    assert decode.num_free == BLOCKS - 1 - 5
+    prefill = Side(base, BOTH, "recompute")
+    prefill.add("p-2", 0, params, tokens=[*tokens, 7])
+    assert prefill.step()[0].connector.reqs_to_recv.keys() == {"p-2"}
+    decode.step(sent={params["remote_request_id"]})
+    decode.check_that_nothing_is_left()
+
+
+@pytest.mark.parametrize("is_for_a_consumer", [True, False])
+def test_an_id_can_be_used_again_while_its_turn_is_held(base, is_for_a_consumer):
+    _, decode, _, params = first_turn(base)
+    again = {"do_remote_decode": True}
+    if not is_for_a_consumer:
+        again = hand_over(base, 70, first=1000)[1]
+    decode.add("d-1", 70, again, first=1000)
+    decode.step()
+    if not is_for_a_consumer:
+        decode.step(received={"d-1"})
+        _, outputs = decode.run()
+        answer = outputs["d-1"].kv_transfer_params
+        ids = {params["remote_request_id"], answer["remote_request_id"]}
+    else:
+        ids = {params["remote_request_id"], "d-1"}
+        assert "d-1" in decode.scheduler.requests
+    assert len(ids) == 2
+    assert decode.num_free == BLOCKS - 1 - 5 - 3
+    for name in ids:
+        decode.step(sent={name})
+    decode.step()
     decode.check_that_nothing_is_left()
 
 
