@@ -39,7 +39,7 @@ def unpack(requirement: str, folder: Path) -> str:
         archive.extractall(folder, wanted)
     wheel.unlink()
     (metadata,) = folder.glob("*.dist-info/METADATA")
-    version = metadata.parent.name.split("-")[1]
+    version = metadata.parent.name.removesuffix(".dist-info").split("-")[1]
     text = metadata.read_text(encoding="utf-8")
     text = text.replace(f"\nVersion: {version}\n", f"\nVersion: {version}+cpu\n", 1)
     metadata.write_text(text, encoding="utf-8")

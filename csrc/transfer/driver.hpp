@@ -43,6 +43,9 @@ class NativeXfer : public Polymorphic {
     /// @return true when all bytes have moved and, for a write, are visible at the peer
     /// @throws Error when the request failed
     virtual bool poll() = 0;
+    /// Whether it has moved bytes or may; not while it waits for a connection. Until then it is
+    /// quiet.
+    [[nodiscard]] virtual bool has_begun() const { return true; }
 };
 
 /// The connection to one generation of one peer, as the library knows it.
@@ -91,6 +94,9 @@ class Driver : public Polymorphic {
                                                               std::optional<pid_t> process) = 0;
     /// Load newer metadata of the same incarnation of a connected peer.
     virtual void refresh(Connection& connection, std::string_view metadata) = 0;
+    /// Called before anybody learns that a connection has ended: from its return on, the peer must
+    /// write to no memory of this process, as far as the library can keep it from that.
+    virtual void shut_out(Connection& /*connection*/) {}
     /// Ask the library whether the connection stands. May cost a message.
     [[nodiscard]] virtual bool is_alive(Connection& connection) = 0;
 

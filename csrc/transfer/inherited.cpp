@@ -73,11 +73,11 @@ bool is_of_ucx(int epoll) {
 
 /// Look through all descriptors: what UCX waits for is registered with its epolls.
 void look() {
-    const std::vector<Socket> before = std::exchange(sockets, {});
     DIR* const folder = ::opendir("/proc/self/fd");
     if (folder == nullptr) {
         return;
     }
+    const std::vector<Socket> before = std::exchange(sockets, {});
     while (const dirent* const entry = ::readdir(folder)) {
         const int fd = std::atoi(entry->d_name);
         if (entry->d_name[0] == '.' || fd == ::dirfd(folder)) {

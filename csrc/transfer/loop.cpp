@@ -277,6 +277,9 @@ bool Loop::poll_running(Active& a) {
     for (std::size_t i = 0; i < a.running.size();) {
         std::uint64_t arrived = 0;
         const bool ended = attempt(a, [&] {
+            if (is_end(a.transfer->state()) && !a.running[i].xfer->has_begun()) {
+                return true;
+            }
             const bool done = a.running[i].xfer->poll();
             arrived = done ? a.running[i].bytes : 0;
             return done;
@@ -687,6 +690,7 @@ void Loop::lose(Link& link, PeerState state, const std::string& reason,
     if (!link.peer->is_connected()) {
         return;
     }
+    driver_->shut_out(*link.connection);
     link.peer->set_state(state, reason);
     link.process.reset();
     ended_.push_back(links_.at(link.peer->name()));  // a connected peer's link is there

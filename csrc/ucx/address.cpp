@@ -134,14 +134,16 @@ const Transport* find_cma(const Transports& transports) {
 
 bool is_plausible_address(std::string_view address, std::string_view own) {
     const auto [ours, theirs] = read_both(own, address);
-    if (!ours || !theirs) {
-        return !ours && !address.empty() && address[0] == own[0];
-    }
-    return std::all_of(theirs->begin(), theirs->end(), [&ours = *ours](const Transport& their) {
-        return std::all_of(ours.begin(), ours.end(), [&their](const Transport& our) {
-            return our.name != their.name || our.own.size() == their.own.size();
-        });
-    });
+    return ours && theirs &&
+           std::all_of(theirs->begin(), theirs->end(), [&ours = *ours](const Transport& their) {
+               return std::all_of(ours.begin(), ours.end(), [&their](const Transport& our) {
+                   return our.name != their.name || our.own.size() == their.own.size();
+               });
+           });
+}
+
+std::string_view worker_id(std::string_view address) {
+    return address.substr(std::min<std::size_t>(address.size(), 1), sizeof(std::uint64_t));
 }
 
 std::string without_other_processes(std::string_view address, std::string_view own,

@@ -16,6 +16,9 @@ namespace pynixlkv::ucx {
 /// are also in this process's address have parts of the same sizes. Contents are not checked.
 [[nodiscard]] bool is_plausible_address(std::string_view address, std::string_view own);
 
+/// What names a worker in its address, which may change while the worker lives.
+[[nodiscard]] std::string_view worker_id(std::string_view address);
+
 /// The address without the transport that names a process of this host (cma, which reads and writes
 /// the memory of whatever process that is), unless it names the given one.
 [[nodiscard]] std::string without_other_processes(std::string_view address, std::string_view own,

@@ -13,6 +13,7 @@ namespace {
 /// Number of closed clients to remember, and of clients that may be unopened.
 constexpr std::size_t kMaxGone = 1024;
 constexpr std::size_t kMaxClients = 1U << 14U;
+constexpr std::size_t kMaxLanes = 16;  ///< of a client, one for each way
 
 }  // namespace
 
@@ -112,6 +113,29 @@ void Clients::serve(std::uint64_t number, Client& client) {
     client.outbox = std::make_unique<Outbox>(client.endpoint);
     client.outbox->send(make_header({.kind = MessageKind::kOpened, .connection = number}), {},
                         "a client");
+}
+
+Clients::Standing Clients::standing(std::uint64_t number) const {
+    const auto found = clients_.find(number);
+    if (found == clients_.end()) {
+        const bool is_gone = std::find(gone_.begin(), gone_.end(), number) != gone_.end();
+        return is_gone ? Standing::kOver : Standing::kUnknown;
+    }
+    const Client& client = found->second;
+    if (client.is_over || client.is_shut_out) {
+        return Standing::kOver;
+    }
+    return client.address.empty() ? Standing::kUnknown : Standing::kOpen;
+}
+
+bool Clients::add_lane(std::uint64_t number) {
+    return ++clients_.at(number).num_lanes <= kMaxLanes;
+}
+
+void Clients::shut_out(std::string_view worker) {
+    for (auto& [number, client] : clients_) {
+        client.is_shut_out |= worker_id(client.address) == worker;
+    }
 }
 
 void Clients::close() {

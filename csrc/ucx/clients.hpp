@@ -26,6 +26,14 @@ class Clients {
     /// Send the answers that are due. Not called by UCX.
     /// @return whether there was anything to do
     bool serve();
+    enum class Standing : std::uint8_t { kUnknown, kOpen, kOver };
+    /// Of a connection: kUnknown as long as its kOpen has not arrived.
+    [[nodiscard]] Standing standing(std::uint64_t number) const;
+    /// Count a lane of an open connection.
+    /// @return false if it is one too many
+    [[nodiscard]] bool add_lane(std::uint64_t number);
+    /// Take no more bytes through the lanes of a worker's present connections.
+    void shut_out(std::string_view worker);
     /// Close all connections and ignore later requests.
     void close();
 
@@ -39,6 +47,8 @@ class Clients {
         std::string address;
         std::unique_ptr<Outbox> outbox;
         std::shared_ptr<Endpoint> endpoint;
+        std::size_t num_lanes = 0;
+        bool is_shut_out = false;
         bool is_over = false;
     };
 

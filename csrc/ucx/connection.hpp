@@ -95,6 +95,7 @@ class UcxConnection final : public transfer::Connection {
     const bool is_one_sided;
     /// If the peer is a process of this host whose memory this one may copy.
     std::optional<PeerMemory> memory;
+    std::string worker_id;  ///< of the peer
     bool is_local = false;  ///< whether the peer's process is one of this host
     /// Attempts, one for each way to the peer; only the first to succeed is kept.
     std::vector<std::shared_ptr<OwnLane>> lanes;

@@ -163,7 +163,7 @@ void CopyXfer::fail_with(PeerMemory::Result result) const {
                 make_error(Status::kConnectionReset, call,
                            text(what(), ": process ", process, " no longer has that agent")));
         case PeerMemory::Result::kRefused:
-            connection_.memory.reset();  // the next transfer takes another way
+            connection_.memory.reset();  // not tried again
             throw Error("StateError", text(call, " of ", what(),
                                            ": the system no longer lets this "
                                            "process copy memory of process ",

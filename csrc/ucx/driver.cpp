@@ -162,10 +162,17 @@ UcxDriver::UcxDriver(std::shared_ptr<Context> context, std::string name, capi::E
       worker_(std::make_shared<Worker>(context_)),
       clients_(worker_, errors_),
       lanes_(worker_->address(), PortRange::read(context_->setting("TCP_PORT_RANGE")),
-             worker_->event_fd(), token_, regions_) {
+             worker_->event_fd(), token_, regions_, clients_) {
     if (name_.size() > kMaxName) {
         throw Error("ConfigError", text("the agent's name has ", name_.size(),
                                         " bytes, more than UCX agents take: ", kMaxName));
+    }
+    const std::string own = worker_->address();
+    if (!is_plausible_address(own, own)) {
+        throw Error("ConfigError",
+                    text("UCX's address of this agent, ", own.size(),
+                         " bytes, has a format that peers do not read; agents need "
+                         "UCX_UNIFIED_MODE=n and UCX_ADDRESS_VERSION=v1, the defaults"));
     }
     worker_->on_message(
         [this](std::string_view header, std::string_view data) { on_message(header, data); });
@@ -282,6 +289,7 @@ std::unique_ptr<transfer::Connection> UcxDriver::connect(const std::string& name
     auto connection =
         std::make_unique<UcxConnection>(std::move(endpoint), std::move(regions), name,
                                         description.token, unopened_, std::move(spare), memory);
+    connection->worker_id = worker_id(description.address);
     connect_lanes(*connection, description, process.has_value());
     // Connects now instead of with the first transfer; from then on the loss of the peer shows.
     connection->send({.kind = MessageKind::kPing}, {});
@@ -301,6 +309,10 @@ void UcxDriver::refresh(transfer::Connection& connection, std::string_view metad
     const Description description = read_description(metadata);
     peer.refresh(unpack_regions(peer.endpoint, description));
     connect_lanes(peer, description, peer.is_local);
+}
+
+void UcxDriver::shut_out(transfer::Connection& connection) {
+    clients_.shut_out(static_cast<UcxConnection&>(connection).worker_id);
 }
 
 bool UcxDriver::is_alive(transfer::Connection& connection) {

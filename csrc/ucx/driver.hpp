@@ -31,6 +31,7 @@ class UcxDriver final : public transfer::Driver {
                                                   std::string_view metadata,
                                                   std::optional<pid_t> process) override;
     void refresh(transfer::Connection& connection, std::string_view metadata) override;
+    void shut_out(transfer::Connection& connection) override;
     bool is_alive(transfer::Connection& connection) override;
     using transfer::Driver::make;
     std::unique_ptr<transfer::NativeXfer> make(transfer::Connection& connection, transfer::Op op,

@@ -35,9 +35,12 @@ constexpr std::size_t kMaxEnds = 1U << 20U;
 /// Most lanes that have not said a hello; the oldest go first.
 constexpr std::ptrdiff_t kMaxUnknown = 64;
 constexpr std::size_t kMaxPlaces = 16;
+/// Longest wait for an owner's answer to a hello.
+constexpr auto kAnswerDeadline = std::chrono::seconds(15);
 constexpr int kEventsOfTurn = 64;
 constexpr std::uint64_t kWorkerEvent = 0;
 constexpr unsigned kMaxPort = 65535;
+constexpr std::uint32_t kLinkLocalNet = 0xA9FE;  ///< 169.254
 
 std::array<char, 64U << 10U> scratch;        // of bytes that nobody wants; never read
 const std::array<char, 64U << 10U> zeros{};  // in place of those that are gone
@@ -57,9 +60,9 @@ void set_option(int fd, int level, int option, int value) {
 
 void set_options(int fd) {
     set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
-    // As UCX does: a host that has vanished is noticed within a quarter of a minute.
+    // As agents have UCX do: a host that has vanished is noticed within a quarter of a minute.
     set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
-    set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 10);
+    set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 5);
     set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 2);
     set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
 }
@@ -88,6 +91,11 @@ struct Place {
     [[nodiscard]] bool is_loopback() const {
         return any.sa_family == AF_INET ? (ntohl(v4.sin_addr.s_addr) >> 24U) == IN_LOOPBACKNET
                                         : IN6_IS_ADDR_LOOPBACK(&v6.sin6_addr);
+    }
+    /// Whether the address alone does not say which device leads to it.
+    [[nodiscard]] bool is_link_local() const {
+        return any.sa_family == AF_INET ? (ntohl(v4.sin_addr.s_addr) >> 16U) == kLinkLocalNet
+                                        : IN6_IS_ADDR_LINKLOCAL(&v6.sin6_addr);
     }
 
     union {
@@ -246,8 +254,15 @@ void OwnLane::remove(std::uint64_t number) {
     xfers_.erase(number);
     if (is_writing_ && to_send_.front() == number) {
         drop();  // in the middle of its bytes
+        is_writing_ = false;
     }
     std::erase(to_send_, number);
+}
+
+void OwnLane::look_at_clock() {
+    if (!is_ready_ && std::chrono::steady_clock::now() - since_ > kAnswerDeadline) {
+        drop();
+    }
 }
 
 bool OwnLane::send_more() {
@@ -414,17 +429,30 @@ bool LaneXfer::poll() {
 // ---- the owner of the memory
 
 bool ServedLane::take_hello() {
-    if (!receive_exactly(reinterpret_cast<char*>(&hello_), sizeof hello_, in_done_)) {
+    if (in_done_ < sizeof hello_ &&
+        !receive_exactly(reinterpret_cast<char*>(&hello_), sizeof hello_, in_done_)) {
         return false;
     }
-    in_done_ = 0;
-    is_known_ = hello_ == LaneHello{.token = token_, .connection = hello_.connection};
+    const bool has_token = hello_ == LaneHello{.token = token_, .connection = hello_.connection};
+    const Clients::Standing standing = clients_.standing(hello_.connection);
+    if (has_token && standing == Clients::Standing::kUnknown) {
+        return false;  // nothing else is sent before the answer
+    }
+    is_known_ =
+        has_token && standing == Clients::Standing::kOpen && clients_.add_lane(hello_.connection);
     if (is_known_) {
+        in_done_ = 0;
         ends_.append(bytes_of(hello_));
     } else {
         drop();
     }
     return is_known_;
+}
+
+void ServedLane::look_at_connection() {
+    if (is_known_ && clients_.standing(hello_.connection) != Clients::Standing::kOpen) {
+        drop();
+    }
 }
 
 void ServedLane::say_end(std::uint64_t xfer, std::string_view refusal) {
@@ -579,20 +607,30 @@ bool ServedLane::take_request() {
 // ---- all
 
 Lanes::Lanes(std::string_view address, PortRange ports, int event_fd, const std::uint64_t& token,
-             std::shared_ptr<const LocalRegions> regions)
+             std::shared_ptr<const LocalRegions> regions, Clients& clients)
     // Close-on-exec is set by keep_from_children, which looks for what lacks it.
-    : token_(token), regions_(std::move(regions)), epoll_(::epoll_create1(0)) {
+    : token_(token), regions_(std::move(regions)), clients_(clients), epoll_(::epoll_create1(0)) {
     if (epoll_ < 0) {
         throw Error("StateError", "epoll_create1 failed; the process may be out of descriptors");
     }
-    watch(event_fd, kWorkerEvent, EPOLLIN);
-    ByteWriter out;
-    for (const std::string& ip : network_addresses(address)) {
+    if (!watch(event_fd, kWorkerEvent, EPOLLIN)) {
+        ::close(epoll_);
+        throw Error("StateError", "epoll_ctl failed; the user may have too many watches");
+    }
+    std::vector<std::string> ips = network_addresses(address);
+    std::stable_partition(ips.begin(), ips.end(), [](const std::string& ip) {
         Place place;
-        const int fd = listen_at(ip, ports, place);
-        if (fd >= 0) {
+        return place.set(ip, 0) && !place.is_link_local();
+    });
+    ByteWriter out;
+    for (const std::string& ip : ips) {
+        Place place;
+        const int fd = listeners_.size() < kMaxPlaces ? listen_at(ip, ports, place) : -1;
+        if (fd >= 0 && !watch(fd, last_ + 1, EPOLLIN | EPOLLET)) {
+            ::close(fd);
+        } else if (fd >= 0) {
+            ++last_;
             listeners_.push_back(fd);
-            watch(fd, ++last_, EPOLLIN | EPOLLET);
             out.put_bytes(ip);
             out.put(place.port());
         }
@@ -608,11 +646,11 @@ Lanes::~Lanes() {
     ::close(epoll_);
 }
 
-void Lanes::watch(int fd, std::uint64_t number, std::uint32_t events) const {
+bool Lanes::watch(int fd, std::uint64_t number, std::uint32_t events) const {
     epoll_event event{};
     event.events = events;
     event.data.u64 = number;
-    (void)::epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
+    return ::epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) == 0;
 }
 
 std::vector<std::shared_ptr<OwnLane>> Lanes::connect(std::string_view places, LaneHello hello,
@@ -635,7 +673,9 @@ std::vector<std::shared_ptr<OwnLane>> Lanes::connect(std::string_view places, La
             continue;
         }
         auto lane = std::make_shared<OwnLane>(fd, hello);
-        watch(fd, ++last_, EPOLLIN | EPOLLOUT | EPOLLET);
+        if (!watch(fd, ++last_, EPOLLIN | EPOLLOUT | EPOLLET)) {
+            continue;
+        }
         own_.emplace(last_, lane);
         lanes.push_back(std::move(lane));
     }
@@ -646,14 +686,17 @@ void Lanes::accept_all(int listener) {
     for (int fd = 0;
          (fd = ::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0;) {
         set_options(fd);
-        watch(fd, ++last_, EPOLLIN | EPOLLOUT | EPOLLET);
-        served_.emplace(last_, std::make_unique<ServedLane>(fd, token_, regions_));
+        auto lane = std::make_unique<ServedLane>(fd, token_, regions_, clients_);
+        if (!watch(fd, ++last_, EPOLLIN | EPOLLOUT | EPOLLET)) {
+            continue;
+        }
+        served_.emplace(last_, std::move(lane));
         const auto is_unknown = [](const auto& entry) { return !entry.second->is_known(); };
         if (std::count_if(served_.begin(), served_.end(), is_unknown) > kMaxUnknown) {
             served_.erase(std::find_if(served_.begin(), served_.end(), is_unknown));
         }
     }
-    is_out_of_files_ |= errno == EMFILE || errno == ENFILE;
+    has_waiting_ |= errno != EAGAIN;
 }
 
 bool Lanes::take_events() {
@@ -679,16 +722,20 @@ bool Lanes::take_events() {
 
 bool Lanes::progress() {
     bool worked = take_events();
-    if (std::exchange(is_out_of_files_, false)) {
+    if (std::exchange(has_waiting_, false)) {
         std::for_each(listeners_.begin(), listeners_.end(), [this](int fd) { accept_all(fd); });
     }
     std::erase_if(served_, [&worked](const auto& entry) {
+        entry.second->look_at_connection();
         worked |= entry.second->progress();
         return entry.second->is_broken();
     });
     std::erase_if(own_, [&worked](const auto& entry) {
         const auto lane = entry.second.lock();
-        worked |= lane && lane->progress();
+        if (lane) {
+            worked |= lane->progress();
+            lane->look_at_clock();
+        }
         return !lane || lane->is_broken();
     });
     return worked;

@@ -12,6 +12,7 @@
 #include <sys/uio.h>
 
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -23,6 +24,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "ucx/clients.hpp"
 #include "ucx/connection.hpp"
 #include "ucx/regions.hpp"
 
@@ -128,6 +130,8 @@ class OwnLane final : public Lane {
     [[nodiscard]] bool is_ready() const noexcept { return is_ready_; }
     void post(LaneXfer& xfer);
     void remove(std::uint64_t number);
+    /// Drop the lane if the owner has not answered for too long.
+    void look_at_clock();
 
   private:
     bool send_more() override;
@@ -136,6 +140,7 @@ class OwnLane final : public Lane {
     void end_body();
 
     const LaneHello hello_;
+    const TimePoint since_ = std::chrono::steady_clock::now();
     LaneHello answer_{};
     bool is_ready_ = false;
     std::uint64_t last_ = 0;
@@ -150,9 +155,12 @@ class OwnLane final : public Lane {
 /// The owner's end.
 class ServedLane final : public Lane {
   public:
-    ServedLane(int fd, const std::uint64_t& token, std::shared_ptr<const LocalRegions> regions)
-        : Lane(fd), token_(token), regions_(std::move(regions)) {}
+    ServedLane(int fd, const std::uint64_t& token, std::shared_ptr<const LocalRegions> regions,
+               Clients& clients)
+        : Lane(fd), token_(token), regions_(std::move(regions)), clients_(clients) {}
     [[nodiscard]] bool is_known() const noexcept { return is_known_; }
+    /// Drop the lane, and what has yet to be received, if its connection is over.
+    void look_at_connection();
 
   private:
     struct Read {
@@ -171,9 +179,10 @@ class ServedLane final : public Lane {
 
     const std::uint64_t& token_;
     const std::shared_ptr<const LocalRegions> regions_;
+    Clients& clients_;
     LaneHello hello_{};
-    bool is_known_ = false;
-    LaneHead in_{};  ///< its bytes: those that have not arrived
+    bool is_known_ = false;  ///< and answered
+    LaneHead in_{};          ///< its bytes: those that have not arrived
     std::size_t in_done_ = 0;
     std::vector<LaneRow> rows_;  ///< of that request
     std::size_t rows_done_ = 0;  ///< bytes
@@ -199,8 +208,9 @@ class Lanes {
   public:
     /// @param address the worker's: lanes use the network addresses that UCX does
     /// @param event_fd the worker's
+    /// @param clients lanes serve their open connections only
     Lanes(std::string_view address, PortRange ports, int event_fd, const std::uint64_t& token,
-          std::shared_ptr<const LocalRegions> regions);
+          std::shared_ptr<const LocalRegions> regions, Clients& clients);
     Lanes(const Lanes&) = delete;
     Lanes& operator=(const Lanes&) = delete;
     ~Lanes();
@@ -217,15 +227,17 @@ class Lanes {
     [[nodiscard]] int event_fd() const noexcept { return epoll_; }
 
   private:
-    void watch(int fd, std::uint64_t number, std::uint32_t events) const;
+    /// @return whether it is watched
+    [[nodiscard]] bool watch(int fd, std::uint64_t number, std::uint32_t events) const;
     void accept_all(int listener);
     bool take_events();
 
     const std::uint64_t& token_;
     const std::shared_ptr<const LocalRegions> regions_;
+    Clients& clients_;
     const int epoll_;
     std::vector<int> listeners_;
-    bool is_out_of_files_ = false;  ///< peers wait to be accepted
+    bool has_waiting_ = false;  ///< peers, which could not be accepted
     std::string places_;
     std::uint64_t last_ = 0;  ///< number of what is watched
     std::uint64_t first_lane_ = 0;
@@ -242,6 +254,7 @@ class LaneXfer final : public UcxXfer {
 
     void post() override { begin(); }
     bool poll() override;
+    [[nodiscard]] bool has_begun() const override { return lane_ != nullptr; }
 
   private:
     friend class OwnLane;

@@ -446,7 +446,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._is_replica = True  # the first of its group lends what all of them hold
             return
         if self._options.layerwise:
-            self._layer_numbers = {name: layer_number(name) for name in kv_caches}
+            self._layer_numbers = _layer_numbers(kv_caches)
         self._device = next(iter(kv_caches.values())).device
         parallel = self._vllm_config.parallel_config
         describe = partial(
@@ -697,6 +697,19 @@ def _layout(tensors: dict[str, torch.Tensor]) -> str:
     first = next(iter(tensors.values()))
     order = sorted(range(first.ndim), key=first.stride, reverse=True)
     return "".join("BHNC"[axis] for axis in order) if first.ndim == 4 else str(first.shape)
+
+
+def _layer_numbers(names: Iterable[str]) -> dict[str, int]:
+    """Return the numbers of layers that are sent each on its own."""
+    numbers = {name: layer_number(name) for name in names}
+    by_number = {number: name for name, number in numbers.items()}
+    for name, number in numbers.items():
+        if by_number[number] != name:
+            raise ConfigError(
+                f"layerwise is set, but layers {name!r} and {by_number[number]!r} have one number, "
+                f"{number}; leave layerwise out"
+            )
+    return numbers
 
 
 def _check_roles(config: KVTransferConfig) -> None:

@@ -154,6 +154,11 @@ def refuse_what_is_missing(vllm_config: Any, kv_cache_config: Any) -> None:  # n
             "PyNixlKVConnector does not support --enable-sleep-mode: a sleeping engine maps its "
             "cache anew, and registered memory would be that of the old one; leave it out"
         )
+    if _release() < (0, 29) and getattr(model, "use_mla", False):
+        raise ConfigError(
+            f"the MLA caches of vLLM {vllm.__version__} are of a form that PyNixlKVConnector does "
+            "not know; use vLLM 0.29 or newer"
+        )
     if TransferResults is None and len(kv_cache_config.kv_cache_groups) > 1:
         raise ConfigError(
             f"vLLM {vllm.__version__} stops when a load fails in a model with several block "

@@ -65,7 +65,8 @@ def test_the_demo_between_two_hosts(hosts, monkeypatch, engine):
     report = run_demo(options, lambda *_: None)
     assert report.ok, report.differences
     assert report.verified_bytes == sum(o.bytes for o in report.operations) > 0
-    assert all("tcp" in o.transport for o in report.operations)
+    used = {"ucx": "lane", "nixl": "tcp"}[engine]
+    assert all(used in o.transport for o in report.operations)
 
 
 def own(peer, engine="ucx", name="owner", size=SIZE):

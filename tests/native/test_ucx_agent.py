@@ -187,6 +187,9 @@ def test_settings_are_checked_and_shown(make_agent, monkeypatch):
     assert os.environ["UCX_MAX_EAGER_RAILS"] == "2"
     with pytest.raises(ConfigError, match="MAX_EAGER_RAILS must be '1'"):
         UcxAgent("c", config={"MAX_EAGER_RAILS": "2"})
+    for setting in ({"UNIFIED_MODE": "y"}, {"ADDRESS_VERSION": "v2"}):
+        with pytest.raises(ConfigError, match="UCX_UNIFIED_MODE=n and UCX_ADDRESS_VERSION=v1"):
+            UcxAgent("c", config=setting)
     with pytest.raises(ConfigError, match="string"):
         UcxAgent("c", config={"TLS": 5})
     with pytest.raises((ConfigError, UcxError), match="no-such"):

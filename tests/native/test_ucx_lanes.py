@@ -6,6 +6,7 @@ import select
 import socket
 import struct
 import threading
+import time
 
 import msgspec
 import numpy as np
@@ -29,20 +30,29 @@ def place_of(hello):
     return Hello.unseal(hello).metadata.index(struct.pack("<I", 4) + LOOPBACK) + 8
 
 
+def port_of(hello):
+    return struct.unpack_from("<H", Hello.unseal(hello).metadata, place_of(hello))[0]
+
+
 def with_port(hello, port):
     body, at = Hello.unseal(hello), place_of(hello)
     changed = body.metadata[:at] + struct.pack("<H", port) + body.metadata[at + 2 :]
     return msgspec.structs.replace(body, metadata=changed).seal()
 
 
+def receive(end, size):
+    got = b""
+    while len(got) < size and (more := end.recv(size - len(got))):
+        got += more
+    return got
+
+
 class Stranger:
     """Speaks to a lane by hand."""
 
-    def __init__(self, hello, token=None):
-        metadata = Hello.unseal(hello).metadata
-        (port,) = struct.unpack_from("<H", metadata, place_of(hello))
-        self.greeting = b"pnkvlan1" + (token or metadata[9:17]) + struct.pack("<Q", 1)
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+    def __init__(self, hello, greeting):
+        self.greeting = greeting
+        self.socket = socket.create_connection(("127.0.0.1", port_of(hello)), timeout=WAIT_S)
 
     def greet(self):
         self.socket.sendall(self.greeting)
@@ -50,10 +60,7 @@ class Stranger:
         return self
 
     def receive(self, size):
-        got = b""
-        while len(got) < size and (more := self.socket.recv(size - len(got))):
-            got += more
-        return got
+        return receive(self.socket, size)
 
     def ask(self, kind, total, *pieces, count=None):
         head = struct.pack("<IIQQ", kind, len(pieces) if count is None else count, 7, total)
@@ -85,12 +92,37 @@ def theirs(owner):
 
 
 @pytest.fixture
-def visit(owner):
-    """Return a function that makes a stranger to the owner."""
+def door():
+    """Listens where peers are told that a lane is."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(WAIT_S)
+        yield listener
+
+
+def receive_greeting(door):
+    """Return the next lane that a peer opens, and the hello that it says."""
+    lane = door.accept()[0]
+    lane.settimeout(WAIT_S)
+    return lane, receive(lane, 24)
+
+
+@pytest.fixture
+def greeting(owner, door):
+    """The hello of a peer that has a connection, and whose own lane is not answered."""
+    with UcxAgent("caller", config=TCP) as caller:
+        caller.connect(with_port(owner.hello(), door.getsockname()[1]))
+        lane, greeting = receive_greeting(door)
+        with lane:
+            yield greeting
+
+
+@pytest.fixture
+def visit(owner, greeting):
+    """Return a function that makes a stranger to the owner, who says the hello of a peer."""
     with contextlib.ExitStack() as stack:
 
-        def make(token=None):
-            stranger = Stranger(owner.hello(), token)
+        def make(greeting=greeting):
+            stranger = Stranger(owner.hello(), greeting)
             stack.enter_context(stranger.socket)
             return stranger
 
@@ -163,8 +195,8 @@ def test_impossible_requests_end_their_lane_alone(visit, theirs):
     assert neighbour.answer() == (DATA, theirs[:1].tobytes())
 
 
-def test_strangers_without_the_token_get_nothing(visit, owner, theirs):
-    wrong = visit(b"12345678")
+def test_strangers_without_the_token_get_nothing(visit, owner, theirs, greeting):
+    wrong = visit(greeting[:8] + b"12345678" + greeting[16:])
     wrong.socket.sendall(wrong.greeting)
     assert wrong.is_dropped()
     silent = [visit() for _ in range(100)]
@@ -200,17 +232,86 @@ def test_a_peer_without_a_lane_is_lost_and_the_error_says_what_to_look_at(owner,
             reader.read_descriptors(peer, *ends).wait(WAIT_S)
 
 
+def test_a_transfer_that_ends_before_its_lane_is_ready_is_never_posted(owner, theirs, door):
+    here = np.zeros(SIZE, dtype=np.uint8)
+    with UcxAgent("reader", config=TCP) as reader:
+        reader.register(here)
+        peer = reader.connect(with_port(owner.hello(), door.getsockname()[1]))
+        ends = rows(here.ctypes.data, (0, SIZE)), rows(theirs.ctypes.data, (0, SIZE))
+        cancelled = reader.read_descriptors(peer, *ends)
+        lane, greeting = receive_greeting(door)
+        with lane:
+            cancelled.cancel()
+            assert cancelled.wait_quiet(WAIT_S)
+            lane.sendall(greeting)
+            small = rows(here.ctypes.data, (0, 8)), rows(theirs.ctypes.data, (0, 8))
+            posted = reader.read_descriptors(peer, *small)
+            assert struct.unpack("<IIQQ", receive(lane, 24))[3] == 8
+        with pytest.raises(PeerLostError):
+            posted.wait(WAIT_S)
+        peer = reader.connect(owner.hello())
+        reader.read_descriptors(peer, *ends).wait(WAIT_S)
+        assert np.array_equal(here, theirs)
+
+
+def push(test, hello, address):
+    """Begin to write to the process of the test."""
+    with UcxAgent("producer", config=TCP) as producer:
+        source = np.full(SIZE, 7, dtype=np.uint8)
+        producer.register(source)
+        peer = producer.connect(hello)
+        test.send(producer.hello())
+        test.receive()
+        ends = rows(source.ctypes.data, (0, SIZE)), rows(address, (0, SIZE))
+        producer.write_descriptors(peer, *ends)
+        test.receive()
+
+
+@pytest.mark.parametrize("end", ["killed", "disconnected"])
+def test_what_a_lost_peer_has_sent_lands_nowhere(owner, theirs, door, start_peer, end):
+    """The test is a slow network between a producer and the owner."""
+    producer = start_peer(push, with_port(owner.hello(), door.getsockname()[1]), theirs.ctypes.data)
+    lane, greeting = receive_greeting(door)
+    with lane, Stranger(owner.hello(), greeting).greet().socket as network:
+        lane.sendall(greeting)
+        peer = owner.connect(producer.receive())
+        producer.send("write")
+        on_the_way = receive(lane, 24 + 16 + SIZE)
+        assert len(on_the_way) == 24 + 16 + SIZE
+        network.sendall(on_the_way[: SIZE // 4])
+        if end == "killed":
+            producer.kill()
+            while peer.is_connected:
+                time.sleep(0.001)
+        else:
+            owner.disconnect(peer)
+        theirs[:] = 1  # another request's
+        with contextlib.suppress(OSError):
+            network.sendall(on_the_way[SIZE // 4 :])
+        with contextlib.suppress(ConnectionResetError):
+            assert network.recv(1) == b""
+        late = Stranger(owner.hello(), greeting)
+        with late.socket:
+            late.socket.sendall(greeting)
+            assert late.is_dropped()
+        assert (theirs == 1).all()
+
+
+def test_a_lane_waits_until_its_connection_is_known(visit, owner, theirs, greeting):
+    early = visit(greeting[:16] + b"12345678")
+    early.socket.sendall(early.greeting)
+    check_that_it_serves(owner, theirs)
+    assert not select.select([early.socket], [], [], 0)[0]
+
+
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_a_lane_that_breaks_ends_its_transfers(owner, theirs, op):
     """A relay that cuts the lane after the first bytes of a transfer."""
-    (port,) = struct.unpack_from(
-        "<H", Hello.unseal(owner.hello()).metadata, place_of(owner.hello())
-    )
     here = np.zeros(SIZE, dtype=np.uint8)
     with socket.create_server(("127.0.0.1", 0)) as relay, UcxAgent("r", config=TCP) as reader:
         reader.register(here)
         peer = reader.connect(with_port(owner.hello(), relay.getsockname()[1]))
-        ends = [socket.create_connection(("127.0.0.1", port)), relay.accept()[0]]
+        ends = [socket.create_connection(("127.0.0.1", port_of(owner.hello()))), relay.accept()[0]]
 
         def forward():
             moved = 0
@@ -238,6 +339,4 @@ def test_lanes_listen_within_the_ports_of_ucx():
     with socket.create_server(("127.0.0.1", 0)) as free:
         first = free.getsockname()[1]
     with UcxAgent("a", config=TCP | {"TCP_PORT_RANGE": f"{first}-{first + 50}"}) as agent:
-        hello = agent.hello()
-        (port,) = struct.unpack_from("<H", Hello.unseal(hello).metadata, place_of(hello))
-        assert first <= port <= first + 50
+        assert first <= port_of(agent.hello()) <= first + 50

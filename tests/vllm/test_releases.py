@@ -58,3 +58,9 @@ def test_a_release_that_takes_failures_by_block_serves_one_block_table(monkeypat
     releases.refuse_what_is_missing(*configurations())
     with pytest.raises(ConfigError, match="--disable-hybrid-kv-cache-manager"):
         releases.refuse_what_is_missing(*configurations(groups=2))
+
+
+def test_old_forms_of_mla_caches_are_refused(monkeypatch):
+    monkeypatch.setattr("vllm.__version__", "0.28.3")
+    with pytest.raises(ConfigError, match=r"use vLLM 0\.29 or newer"):
+        releases.refuse_what_is_missing(*configurations(use_mla=True))
