@@ -103,9 +103,13 @@ def test_each_refusal_says_what_it_saw():
     ]:
         with pytest.raises(WireError, match=text):
             Hello.unseal(bad)
-    with pytest.raises(ProtocolVersionError, match=f"version 9, this side {wire.VERSION}") as caught:
+    text = f"version 9, this side {wire.VERSION}"
+    with pytest.raises(ProtocolVersionError, match=text) as caught:
         Hello.unseal(good[:4] + struct.pack("<H", 9) + good[6:])
-    assert (caught.value.local_version, caught.value.remote_version) == ("3", "9")
+    assert (caught.value.local_version, caught.value.remote_version) == (
+        str(wire.VERSION),
+        "9",
+    )
     with pytest.raises(WireError, match="exceeds the limit"):
         Hello.unseal(bytes(wire.MAX_BYTES + 1))
 
