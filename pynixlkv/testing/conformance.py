@@ -569,6 +569,8 @@ class HungPeerConformance(AgentConformance):
 
     def stuck(self, local: _Local, timeout: float) -> Transfer:
         """Pause the remote and return a read from it that has not ended."""
+        # One that waits for its connection would be quiet when it ends.
+        local.agent.read(local.peer, local.plan(), [0], [0]).wait(WAIT_S)
         local.remote.pause()
         return local.agent.read(local.peer, local.plan(), range(64), range(64), timeout=timeout)
 
