@@ -85,7 +85,7 @@ def make_cache(layers, num_blocks):
     """A cache whose pages are not touched, so that it takes no memory."""
     shape = (num_blocks, 8, BLOCK, 64)
     tensors = {f"layer.{i}": np.zeros(shape, np.float16) for i in range(layers)}
-    return KVCache.from_tensors(tensors, axes="BHND", kv_heads=8)
+    return KVCache.from_tensors(tensors, axes="BHND", kv_heads=8, table="0")
 
 
 @contextmanager
