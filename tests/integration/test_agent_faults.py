@@ -184,8 +184,11 @@ def test_an_agent_dropped_with_a_hung_transfer_keeps_its_memory_until_quiet(make
         agent = make("dropped")
         agent.register(buffer)
         peer = agent.connect(remote.hello())
+        both = rows(address, (0, SIZE)), rows(theirs, (0, SIZE))
+        # One that waits for its connection would be quiet when it ends.
+        agent.read_descriptors(peer, *both).wait(WAIT_S)
         remote.pause()
-        transfer = agent.read_descriptors(peer, rows(address, (0, SIZE)), rows(theirs, (0, SIZE)))
+        transfer = agent.read_descriptors(peer, *both)
         native = transfer._native
         deadline = time.monotonic() + WAIT_S
         while transfer.state is not TransferState.RUNNING:
