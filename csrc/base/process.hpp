@@ -29,6 +29,16 @@ class ProcessMark {
         }
     }
 
+    /// The same for a library, whose own threads a forked child does not have.
+    void require_here_since_first_use(const char* library) const {
+        if (!is_here()) {
+            throw Error("ForkError",
+                        text(library,
+                             " was in use before fork() and cannot be used in the child; start it "
+                             "with the method `spawn`, or fork before the first agent is made"));
+        }
+    }
+
   private:
     static std::atomic<unsigned>& forks() noexcept {
         static std::atomic<unsigned> count{0};

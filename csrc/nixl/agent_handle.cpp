@@ -51,13 +51,8 @@ BackendInfo read_info(const Library& library, const char* call, Detail&& detail,
 AgentHandle::AgentHandle(std::shared_ptr<const Library> library, std::string name,
                          const AgentConfig& config)
     : library_(std::move(library)), name_(std::move(name)) {
-    static const ProcessMark first_use;  // UCX's own thread does not exist in a forked child
-    if (!first_use.is_here()) {
-        throw Error(
-            "ForkError",
-            "NIXL was in use before fork() and cannot be used in the child; start it with the "
-            "method `spawn`, or fork before the first agent is made");
-    }
+    static const ProcessMark first_use;
+    first_use.require_here_since_first_use("NIXL");
     if (name_.empty() || name_.find('\0') != std::string::npos) {
         throw Error("ConfigError",
                     "the name of an agent must not be empty and must not contain a zero byte");

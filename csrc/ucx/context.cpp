@@ -43,13 +43,8 @@ std::uint64_t free_memory() {
 
 Context::Context(std::shared_ptr<const Library> library, ConfigMap config)
     : library_(std::move(library)), config_(std::move(config)) {
-    static const ProcessMark first_use;  // UCX's own thread does not exist in a forked child
-    if (!first_use.is_here()) {
-        throw Error(
-            "ForkError",
-            "UCX was in use before fork() and cannot be used in the child; start it with the "
-            "method `spawn`, or fork before the first agent is made");
-    }
+    static const ProcessMark first_use;
+    first_use.require_here_since_first_use("UCX");
     capi::Config raw = nullptr;
     library_->check(library_->fn().config_read(nullptr, nullptr, &raw), "ucp_config_read",
                     [] { return "reading the UCX_* variables"; });

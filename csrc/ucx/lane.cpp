@@ -42,7 +42,7 @@ constexpr std::uint64_t kWorkerEvent = 0;
 constexpr unsigned kMaxPort = 65535;
 constexpr std::uint32_t kLinkLocalNet = 0xA9FE;  ///< 169.254
 
-std::array<char, 64U << 10U> scratch;        // of bytes that nobody wants; never read
+std::array<char, 64U << 10U> scratch;        // takes the bytes of ended transfers; never read
 const std::array<char, 64U << 10U> zeros{};  // in place of those that are gone
 
 template <class T>
@@ -465,9 +465,8 @@ void ServedLane::say_end(std::uint64_t xfer, std::string_view refusal) {
 }
 
 bool ServedLane::may_move(const iovec& piece, Op op, std::string& reason) const {
-    const LocalRegion* region = nullptr;
-    reason = refusal_of(
-        *regions_, {reinterpret_cast<std::uint64_t>(piece.iov_base), piece.iov_len, 0}, op, region);
+    reason = refusal_of(*regions_,
+                        {reinterpret_cast<std::uint64_t>(piece.iov_base), piece.iov_len, 0}, op);
     return reason.empty();
 }
 

@@ -32,8 +32,8 @@ const std::string& this_host() {
 
 }  // namespace
 
-std::string refusal_of(const LocalRegions& regions, const Descriptor& row, transfer::Op op,
-                       const LocalRegion*& region) {
+std::string refusal_of(const LocalRegions& regions, const Descriptor& row, transfer::Op op) {
+    const LocalRegion* region = nullptr;
     try {
         if (regions.find(row, region).memory_type != transfer::Memory::kDram) {
             return text(row.str(), " is not host memory");

@@ -62,9 +62,8 @@ struct RemoteRegion {
 
 using LocalRegions = RegionMap<LocalRegion>;
 /// Why a peer that asks may not move a row; empty if it may.
-/// @param region a hint; then, the region of the row
 [[nodiscard]] std::string refusal_of(const LocalRegions& regions, const Descriptor& row,
-                                     transfer::Op op, const LocalRegion*& region);
+                                     transfer::Op op);
 
 struct RemoteRegions : RegionMap<RemoteRegion> {
     bool has_served = false;  ///< whether a region has no key
