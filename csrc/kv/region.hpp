@@ -81,7 +81,7 @@ struct Group {
     /// Groups with the same number overlap in memory, block by block. Set by `checked`.
     std::size_t pool = 0;
     /// Name of the block table; groups with the same one are at different bytes of the same blocks.
-    /// Empty for a table of its own.
+    /// Empty if no other group uses its table.
     std::string table{};
 
     [[nodiscard]] bool shares_table(const Group& other) const noexcept {

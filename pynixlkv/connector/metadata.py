@@ -378,7 +378,7 @@ class ConnectorMetadata:
     reqs_to_release: dict[str, KVTransferParams] = field(default_factory=dict)
     """These are no longer wanted: tell their producers."""
     consumer_comes: bool = False
-    """A consumer has asked for hellos: leases that nobody reads yet last longer, once."""
+    """A consumer has asked for hellos: leases without a reader last longer, once."""
     reqs_to_abort: set[str] = field(default_factory=set)
     """The engine has given these up while they were being received."""
 

@@ -31,7 +31,7 @@ _NAME = "PyNixlKVConnector"
 
 
 def log_as_vllm() -> None:
-    """Let vLLM's handlers have the records of this package, unless it has handlers of its own."""
+    """Send the records of this package to vLLM's handlers, unless the package has handlers."""
     own = logging.getLogger("pynixlkv")
     if not own.handlers:
         own.parent = logging.getLogger("vllm")  # vLLM may exchange its handlers later

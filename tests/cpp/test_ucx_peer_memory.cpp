@@ -85,7 +85,7 @@ bool holds(const std::vector<unsigned char>& bytes, unsigned char value) {
     return std::all_of(bytes.begin(), bytes.end(), [=](unsigned char b) { return b == value; });
 }
 
-/// Run checks in a process of its own; its failures are this one's.
+/// Run checks in a child process; the test fails if they do.
 template <class Body>
 void in_child(Body body) {
     const pid_t child = ::fork();
