@@ -27,3 +27,15 @@ def cluster(model, tmp_path_factory):
 def expected(model, tmp_path_factory):
     """Prompts by length, and the tokens that an engine without a connector makes of them."""
     return answer_plainly(model, tmp_path_factory.mktemp("plain"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Show the end of the engines' logs with a failure."""
+    report = yield
+    cluster = getattr(item, "funcargs", {}).get("cluster")
+    if report.failed and cluster is not None:
+        for engine in cluster.engines:
+            lines = engine.log.read_text(errors="replace").splitlines()[-30:]
+            report.sections.append((f"log of {engine.name}", "\n".join(lines)))
+    return report

@@ -434,13 +434,13 @@ class Cluster:
     def __init__(self, model, folder):
         self.model = model
         self.folder = folder
-        self._engines = []
+        self.engines = []
 
     def start(self, name, connector=None, role="kv_both", **options):
         """Start an engine and wait until it is ready: vLLM sizes its cache by what is free."""
-        label = f"{len(self._engines)}-{name}"
+        label = f"{len(self.engines)}-{name}"
         engine = Engine(label, self.model, self.folder, connector, role, **options)
-        self._engines.append(engine)
+        self.engines.append(engine)
         return engine.wait_until_ready()
 
     prefill = functools.partialmethod(start, "prefill", role="kv_producer")
@@ -448,7 +448,7 @@ class Cluster:
 
     def close(self):
         """End all engines."""
-        for engine in reversed(self._engines):
+        for engine in reversed(self.engines):
             engine.close()
 
 
