@@ -268,7 +268,7 @@ class Agent(Closeable, ABC):
         NativeError
             If the library refuses the metadata.
         """
-        check_reserve("a connection")
+        self._check_reserve()
         body = Hello.unseal(hello, self._secret)
         self._check_compatible(body)
         native = self._native.connect(
@@ -295,6 +295,10 @@ class Agent(Closeable, ABC):
                 ", ".join(sorted(names - {"cuda_copy", "self"})),
                 max(map(_bytes_per_token, peer.geometries), default=0.0) / (1 << 10),
             )
+
+    def _check_reserve(self) -> None:
+        """Raise `ResourceExhausted` unless the library can open what a connection takes."""
+        check_reserve("a connection")
 
     def _check_compatible(self, hello: Hello) -> None:
         if hello.agent == self.name:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -121,6 +121,8 @@ class ConnectorWorker:
         or starved; no deadline of a peer counts that time, in which nothing could be observed.
     background : bool
         Whether a thread does the work; otherwise the caller calls `poll`.
+    executors : callable
+        Makes the executor of blocking work from its number of threads and a name for them.
 
     Notes
     -----
@@ -140,6 +142,7 @@ class ConnectorWorker:
         clock: Callable[[], float] = time.monotonic,
         longest_gap: float = 2 * _LONGEST_PAUSE_S,
         background: bool = True,
+        executors: Callable[[int, str], Executor] = ThreadPoolExecutor,
     ) -> None:
         parallel = parallel or ParallelSizes()
         if not (0 <= rank[0] < parallel.pp and 0 <= rank[1] < parallel.tp):
@@ -160,7 +163,8 @@ class ConnectorWorker:
         self._ends: dict[str, RequestEnd] = {}
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        self._executors: list[ThreadPoolExecutor] = []
+        self._make_executor = executors
+        self._executors: list[Executor] = []
         self._has_cache = False
 
     # ---- once
@@ -214,8 +218,8 @@ class ConnectorWorker:
         if scratch is not None:
             self._agent.register(scratch)
             described.append(scratch)
-        handshakes = ThreadPoolExecutor(_NUM_HANDSHAKES, "pynixlkv-handshake")
-        digests = ThreadPoolExecutor(_NUM_DIGESTS, "pynixlkv-digest")
+        handshakes = self._make_executor(_NUM_HANDSHAKES, "pynixlkv-handshake")
+        digests = self._make_executor(_NUM_DIGESTS, "pynixlkv-digest")
         self._executors = [handshakes, digests]
         connect = partial(self._submit, handshakes)
         ctx = WorkerContext(
@@ -308,13 +312,13 @@ class ConnectorWorker:
         self._commands.append(command)
         self._agent.wake()
 
-    def _submit(self, executor: ThreadPoolExecutor, function: Callable[[], _T]) -> Future[_T]:
+    def _submit(self, executor: Executor, function: Callable[[], _T]) -> Future[_T]:
         future = executor.submit(function)
         future.add_done_callback(self._on_submitted)
         return future
 
     def _compute(
-        self, executor: ThreadPoolExecutor, function: Callable[[], _T], num_bytes: int
+        self, executor: Executor, function: Callable[[], _T], num_bytes: int
     ) -> Future[_T]:
         if num_bytes > _SHORT_BYTES:
             return self._submit(executor, function)
@@ -342,11 +346,7 @@ class ConnectorWorker:
             self._guard(partial(self._commands.popleft(), now))
         for note in self._agent.notifications():
             self._guard(partial(self._on_notification, note.peer, note.message, now))
-        due = min(
-            self._receiver.poll(now, self._ends),
-            self._sender.poll(now, self._sent),
-            _LONGEST_PAUSE_S,
-        )
+        due = min(self._receiver.poll(now, self._ends), self._sender.poll(now, self._sent))
         if self._ends or self._sent:
             with self._lock:
                 self._collect()
@@ -413,7 +413,7 @@ class ConnectorWorker:
             if self._stopping.is_set():
                 return
             try:
-                seen = self._agent.wait_activity(seen, due)
+                seen = self._agent.wait_activity(seen, min(due, _LONGEST_PAUSE_S))
             except ClosedError:
                 return
             except PynixlkvError:
