@@ -14,7 +14,7 @@ _MOST_CONTACTS = 15
 """Of one address by one worker in ten seconds; after a failure the connector waits for one."""
 
 
-class Violation(AssertionError):  # noqa: N818 - an invariant broke
+class Violation(AssertionError):
     """An invariant does not hold; the run ends."""
 
     def __init__(self, invariant: str, text: str) -> None:

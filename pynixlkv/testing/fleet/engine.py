@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pynixlkv import KVCache
-from pynixlkv.connector.leases import LeaseStatus, status
+from pynixlkv.connector.leases import status
+from pynixlkv.connector.messages import LeaseStatus
 from pynixlkv.connector.metadata import KVTransferParams, Lease, ParallelSizes, RequestInfo
 from pynixlkv.connector.scheduler import ConnectorScheduler, GroupSpec
 from pynixlkv.connector.worker import ConnectorWorker
@@ -27,8 +28,6 @@ from pynixlkv.testing.fleet.virtual import VirtualAgent, VirtualExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import numpy.typing as npt
 
     from pynixlkv.connector.receiver import RequestEnd
     from pynixlkv.testing.fleet.simulation import Fleet, Slot
@@ -157,7 +156,7 @@ class FleetRank:
         self.replies: dict[object, tuple[float, object]] = {}
         self.contacts: dict[object, tuple[float, int]] = {}
         """By address, when its last ten seconds began, and how often it was asked in them."""
-        self.worker = ConnectorWorker(
+        self.worker: ConnectorWorker = ConnectorWorker(
             self.agent,
             engine_id=engine.id,
             rank=(0, rank),
@@ -169,7 +168,7 @@ class FleetRank:
             background=False,
             executors=lambda count, _: VirtualExecutor(fleet.events, count, self._reaction),
         )
-        self.num_counted = 0  # messages at the last audit
+        self.num_counted: int = 0  # messages at the last audit
         self.hello = self.worker.register_kv_caches(cache).hello
         self.words = self.agent.registrations[1].spans[0].address
 

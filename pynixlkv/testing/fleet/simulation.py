@@ -262,7 +262,7 @@ class Fleet:
             for number, (request, params) in enumerate(slot.handed):
                 for again in range(8):
                     self.events.after(
-                        1.0 + 0.1 * number + 4.0 * again, self._haunt, request, params, number
+                        1.0 + 0.06 * number + again, self._haunt, request, params, number
                     )
 
     def _notice(self, slot: Slot, left: list[Job], why: str) -> None:
@@ -476,7 +476,9 @@ class Fleet:
         middle = options.duration / 2
         if "rolling" in options.scenarios:
             pause = 0.6 * options.duration / len(self.slots)
-            for place, slot in enumerate(self.slots):
+            # Prefill and decode take turns, so that neither is gone as a whole.
+            turns = sorted(self.slots, key=lambda s: s.number % options.prefill)
+            for place, slot in enumerate(turns):
                 at(0.1 * options.duration + place * pause, self._leave, slot)
         if "rack" in options.scenarios:
             for slot in self.slots:

@@ -14,7 +14,7 @@ import ctypes
 import heapq
 from collections import deque
 from concurrent.futures import Executor, Future
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from pynixlkv.agent import Agent
 from pynixlkv.errors import ClosedError, DuplicatePeerError, NotRegisteredError, PeerLostError
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from pynixlkv import _native
+
+_Row: TypeAlias = tuple[int, int, int]
+"""Local and remote address, and length."""
 
 _CONNECTED, _LOST, _DISCONNECTED = range(3)
 
@@ -188,7 +191,7 @@ class VirtualTransfer:
     cause = None
 
     def __init__(
-        self, owner: VirtualNative, peer: VirtualPeer, op: int, rows: list[Any], timeout: float
+        self, owner: VirtualNative, peer: VirtualPeer, op: int, rows: list[_Row], timeout: float
     ) -> None:
         self.owner, self.peer, self.op, self.rows = owner, peer, op, rows
         self.id = owner.next_id()
@@ -383,7 +386,7 @@ class VirtualNative:
         return self._submit(op, peer, [(a[0], b[0], a[1]) for a, b in pairs], timeout)
 
     def _submit(
-        self, op: int, peer: VirtualPeer, rows: list[tuple[int, int, int]], timeout: float
+        self, op: int, peer: VirtualPeer, rows: list[_Row], timeout: float
     ) -> VirtualTransfer:
         self._check_usable(peer)
         transfer = VirtualTransfer(self, peer, op, rows, timeout)
@@ -507,10 +510,10 @@ class VirtualAgent(Agent):
         return self.native
 
     def _check_reserve(self) -> None:
-        """A virtual connection takes no descriptors."""
+        """Check nothing: a virtual connection takes no descriptors."""
 
 
-class Suspended(Exception):  # noqa: N818 - no error
+class Suspended(Exception):
     """Raised by a function of a `VirtualExecutor` that is to be called again later."""
 
     def __init__(self, until: float) -> None:
