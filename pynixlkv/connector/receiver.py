@@ -61,6 +61,9 @@ _POLL_S = 0.001
 
 _LONGEST_POLL_S = 0.05
 """The pause doubles up to this while a producer has not granted a lease."""
+_POLLED_PART = 1 / 8
+"""Or up to this part of the time that the request has taken: the lease may be of an earlier life of
+the producer, which never grants it."""
 
 
 @dataclass(frozen=True)
@@ -569,7 +572,8 @@ class Receiver:
             elif found is LeaseStatus.UNKNOWN:
                 # The producer's scheduler has not told its worker of the lease yet.
                 source.check_at = now + source.pause
-                source.pause = min(2 * source.pause, _LONGEST_POLL_S)
+                longest = max(_LONGEST_POLL_S, _POLLED_PART * (now - request.began))
+                source.pause = min(2 * source.pause, longest)
             elif not source.is_granted:
                 source.is_granted = True
                 request.passed.setdefault("reading", now)

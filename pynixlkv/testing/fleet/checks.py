@@ -60,13 +60,19 @@ def audit(engine: Engine) -> None:
         worker = rank.worker
         for part in ("_receiver", "_sender", "_engines"):
             _check_sizes(engine, part, getattr(worker, part), active + 2 * len(native.links))
-        sent, rank.num_counted = native.num_sent - rank.num_counted, native.num_sent
         peers = len(native.links) + len(native.users)
-        limit = _SPARE + 16 * (handed + active) + 8 * peers * beats
-        if sent > limit:
-            raise Violation(
-                "messages", f"{native.name} has sent {sent} in {seconds:.0f} s; at most {limit:.0f}"
-            )
+        done = native.num_sent, native.num_submitted
+        sent, reads = (now - before for now, before in zip(done, rank.counted, strict=True))
+        rank.counted = done
+        requests = handed + active + 4
+        for what, count, limit in (
+            ("messages", sent, 16 * requests + 8 * peers * beats),
+            ("transfers", reads, 64 * requests),
+        ):
+            if count > limit:
+                raise Violation(
+                    what, f"{count} by {native.name} in {seconds:.0f} s; at most {limit:.0f}"
+                )
 
 
 def _check_sizes(engine: Engine, part: str, owner: object, active: int) -> None:

@@ -168,7 +168,7 @@ class FleetRank:
             background=False,
             executors=lambda count, _: VirtualExecutor(fleet.events, count, self._reaction),
         )
-        self.num_counted: int = 0  # messages at the last audit
+        self.counted: tuple[int, int] = (0, 0)  # messages and transfers at the last audit
         self.hello = self.worker.register_kv_caches(cache).hello
         self.words = self.agent.registrations[1].spans[0].address
 

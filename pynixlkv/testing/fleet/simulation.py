@@ -260,7 +260,7 @@ class Fleet:
         self.events.after(self.options.restart, self._start, slot)
         if "stale" in self.options.scenarios and slot.is_prefill:
             for number, (request, params) in enumerate(slot.handed):
-                for again in range(8):
+                for again in range(20):
                     self.events.after(
                         1.0 + 0.06 * number + again, self._haunt, request, params, number
                     )

@@ -129,9 +129,11 @@ class Network:
         stalled, self._stalled = self._stalled, []
         for transfer in stalled:
             transfer.go_on()
-        self.events.after(self.detection, self._detect)
+        self.events.after(self.detection, self._detect, self.split)
 
-    def _detect(self) -> None:
+    def _detect(self, split: frozenset[int]) -> None:
+        if self.split is not split:
+            return  # each partition has its own time to be noticed
         for agent in list(self.agents.values()):
             for peer in list(agent.links.values()):
                 if peer.state == _CONNECTED and not self.reaches(agent.host, peer.target.host):
