@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; returns the exit status."""
     given = vars(_parser().parse_args(arguments))
     names = {each.name for each in fields(FleetOptions)}
-    began = time.process_time()
+    began, fleet = time.process_time(), None
     try:
         options = FleetOptions(
             **{name: value for name, value in given.items() if name in names},
@@ -77,6 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         trace = None if given["trace"] is None else read_mooncake(given["trace"], given["speed"])
         fleet = Fleet(options, trace, None if given["quiet"] else _show)
         fleet.run()
+        report = make_report(fleet, time.process_time() - began)
+        if given["plot"] is not None:
+            draw(fleet, given["plot"])
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -84,14 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"\nbroken: {broken}\n")
         return 1
     finally:
+        if fleet is not None:
+            fleet.close()
         if not given["quiet"]:
             sys.stderr.write("\n")
-    report = make_report(fleet, time.process_time() - began)
     text = json.dumps(report.as_dict(), indent=2, default=list) if given["json"] else render(report)
     sys.stdout.write(text + "\n")
-    if given["plot"] is not None:
-        draw(fleet, given["plot"])
-    fleet.close()
     return 0
 
 

@@ -557,6 +557,8 @@ class VirtualExecutor(Executor):
         except Suspended as wait:
             self._events.at(wait.until, self._run, future, function)
             return
+        except AssertionError:
+            raise  # a check has failed
         except Exception as error:
             future.set_exception(error)
         else:
