@@ -541,7 +541,9 @@ class Sender:
                 sent.add(held.id)
         while self._consumers:
             agent, consumer = next(iter(self._consumers.items()))
-            is_idle = now - consumer.last_heard > self._ctx.config.peer_ttl
+            # Later than the consumer forgets this rank: it would wait for answers in vain.
+            config = self._ctx.config
+            is_idle = now - consumer.last_heard > config.peer_ttl + config.lease_duration
             if not is_idle or any(push.agent == agent for push in self._pushes.values()):
                 break
             self._forget(agent)

@@ -62,6 +62,9 @@ class Driver:
             clock=self.clock,
             **options,
         )
+        for rank in self.engine.ranks:
+            rank.agent.notify = self._counted(rank.agent.notify)
+        self.num_messages = 0
         self.handshake = Handshake(
             engine_id, self.engine.hellos, compatibility=config.compatibility
         )
@@ -111,6 +114,19 @@ class Driver:
     def ends(self):
         """What has become of requests so far, by id: a word, or the name of an error's class."""
         return self.outcome
+
+    def _counted(self, notify):
+        def count(peer, message):
+            self.num_messages += 1
+            notify(peer, message)
+
+        return count
+
+    def costs(self):
+        """Messages sent, bytes of KV received, and connections to producers and to consumers."""
+        seen = [rank.worker.stats.snapshot() for rank in self.engine.ranks]
+        peers = sum(each.peers + each.consumers for each in seen)
+        return self.num_messages, sum(each.bytes for each in seen), peers
 
     def num_pushes(self):
         return sum(rank.worker.stats.snapshot().pushes for rank in self.engine.ranks)

@@ -73,6 +73,12 @@ def test_repeated_hand_offs_of_a_dead_engine_all_fail_and_cost_few_handshakes():
     assert {end.split(":")[0] for end in report.ghosts} <= {"failed", "expired"}
 
 
+def test_peers_that_were_forgotten_cost_no_waiting():
+    report = run(peer_ttl=12.0, rate=0.3, duration=200.0, aborts=0.0)
+    assert report.connections > 4 * SMALL["prefill"] * SMALL["decode"]  # forgotten and made anew
+    assert report.hand_off_s["longest"] < 2.0
+
+
 # ---- planted faults
 
 

@@ -938,7 +938,7 @@ def test_consumers_that_are_silent_for_long_are_forgotten_and_may_come_back():
         connect(world, prefill, decode)
         world.quiet()
         assert prefill.stats.consumers == 1
-        world.pass_time(101)
+        world.pass_time(131)
         assert not prefill.stats.consumers
         start(world, decode, prefill.prefill("p1", 7, 13))
         world.quiet()

@@ -52,7 +52,7 @@ def audit(engine: Engine) -> None:
         ttl = config.peer_ttl * 1.1 / engine.rate
         for peer in native.links.values():
             unused = now - max(peer.last_used, peer.last_heard)
-            if unused > 2 * ttl + engine.fleet.network.detection:
+            if unused > 2 * (ttl + config.lease_duration) + engine.fleet.network.detection:
                 raise Violation(
                     "peer state",
                     f"{native.name} is connected to {peer.name}, unused for {unused:.0f} s",

@@ -38,6 +38,8 @@ BLOCK_CELLS = 4
 CELL_TOKENS = BLOCK_TOKENS // BLOCK_CELLS
 _DIM = 2
 _CELL_BYTES = 2 * _DIM * 4
+_LONGEST_PAUSE_S = 10.0
+"""Of an idle worker; a real one looks each second, which costs more events than all else."""
 _POISON = 0xDEADDEAD
 
 
@@ -193,7 +195,8 @@ class FleetRank:
             return
         self._next = math.inf
         due = self.worker.poll()
-        self._poll_at(self.events.now + max(due / self.engine.rate, self._reaction))
+        pause = min(max(due / self.engine.rate, self._reaction), _LONGEST_PAUSE_S)
+        self._poll_at(self.events.now + pause)
         finished = self.worker.get_finished()
         if finished:
             self.engine.report(finished.sent, finished.received, finished.failed)
