@@ -29,7 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # What is changed, and the tests that should notice. A transfer backend is needed by none of them.
-CONNECTOR = ["connector_*", "lifecycle_*", "readers", "content", "self_test", "pauses", "tp_faults"]
+# Those that find most come first.
+CONNECTOR = [
+    "connector_checks", "readers", "pauses", "tp_faults", "content", "lifecycle_*", "self_test",
+    "turns", "connector_st*", "connector_shapes", "connector_checksums", "connector_model",
+]  # fmt: skip
 TESTS = {
     "geometry.py": ["geometry", "plan*", "topology", "connector_staging"],
     "topology.py": ["topology", "geometry", "plan*", "connector_shapes"],
@@ -170,6 +174,7 @@ def main() -> int:
     for mutant in sample(random.Random(seed), int(os.environ.get("MUTANTS", "60"))):
         if is_found(mutant, folder):
             found += 1
+            print(f"found: {mutant}", flush=True)
         elif str(mutant) in explained:
             print(f"explained: {mutant}", flush=True)
         else:
