@@ -719,11 +719,11 @@ class KVCache(Uncopied):
         return self.geometry.spans
 
     def with_tables(self, tables: Mapping[str, str]) -> KVCache:
-        """Return this cache with other block tables, by group name."""
+        """Return this cache with other names of its block tables."""
         return KVCache(
             self._arrays,
             [
-                msgspec.structs.replace(group, table=tables.get(group.name, group.table))
+                msgspec.structs.replace(group, table=tables.get(group.table, group.table))
                 for group in self.geometry.groups
             ],
         )

@@ -173,7 +173,6 @@ class ConnectorWorker:
         self,
         cache: KVCache,
         *,
-        block_table_index: Mapping[str, int] | None = None,
         staging: HostStaging | None = None,
         scratch: KVCache | None = None,
     ) -> AgentMetadata:
@@ -182,10 +181,9 @@ class ConnectorWorker:
         Parameters
         ----------
         cache : KVCache
-            Everything this rank holds. Not registered if there is a `staging`.
-        block_table_index : mapping of str to int, optional
-            Which of the engine's block tables each group of the cache uses. By default the first
-            table of `cache` is the first of the engine, and so on.
+            Everything this rank holds. Not registered if there is a `staging`. The names of its
+            tables are the numbers of the engine's block tables; if they are not numbers, the first
+            table is the first of the engine, and so on.
         staging : HostStaging, optional
             Host memory to stage the cache in, where device memory cannot be registered.
         scratch : KVCache, optional
@@ -201,10 +199,9 @@ class ConnectorWorker:
         if self._has_cache:
             raise StateError("register_kv_caches was called before; a worker has one cache")
         moved = cache if staging is None else staging.host_cache
-        if block_table_index is None:
-            names = list(dict.fromkeys(group.table for group in moved.geometry.groups))
-            block_table_index = {g.name: names.index(g.table) for g in moved.geometry.groups}
-        moved = moved.with_tables({name: str(index) for name, index in block_table_index.items()})
+        tables = dict.fromkeys(group.table for group in moved.geometry.groups)
+        if not all(map(str.isdecimal, tables)):
+            moved = moved.with_tables({name: str(i) for i, name in enumerate(tables)})
         table = LeaseTable(self._config.max_leases)
         words, lease_buffer = make_words(_LEASE_BUFFER_WORDS)
         self._agent.register(moved)

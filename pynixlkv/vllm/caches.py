@@ -162,7 +162,7 @@ def kv_cache(
     is_opaque: bool,
     fp8_format: str = "uint8",
     backends: Mapping[str, str] | None = None,
-) -> tuple[KVCache, dict[str, int]]:
+) -> KVCache:
     """Describe the tensors that vLLM registers with a connector.
 
     Parameters
@@ -186,10 +186,9 @@ def kv_cache(
 
     Returns
     -------
-    cache : KVCache
-        The cache; its groups are layers that differ in their numbers only.
-    block_table_index : dict of str to int
-        Which of vLLM's block tables each group uses, an index into ``transfer_groups``.
+    KVCache
+        The cache; its groups are layers that differ in their numbers only. The table of a group is
+        named by its index in ``transfer_groups``.
 
     Raises
     ------
@@ -221,7 +220,6 @@ def kv_cache(
         raise ConfigError("vLLM registered no layer of a group that takes part in transfers")
     caches: list[KVCache] = []
     names: set[str] = set()
-    block_table_index: dict[str, int] = {}
     for (index, kind, shape, spec, backend), members in alike.items():
         name = f"{index}:{kind}"
         while name in names:  # one pattern, several shapes
@@ -235,13 +233,13 @@ def kv_cache(
             "tp": place.tp,
         }
         if hasattr(spec, "mamba_type"):
-            made = _state(members, spec, options)
+            caches.append(_state(members, spec, options))
         else:
             page = _page(spec, shape, next(iter(members.values())).dtype, fp8_format, backend)
-            made = _attention(members, spec, page, total_kv_heads, place, is_opaque, options)
-        block_table_index |= dict.fromkeys(made.geometry.names, index)
-        caches.append(made)
-    return KVCache.combine(*caches), block_table_index
+            caches.append(
+                _attention(members, spec, page, total_kv_heads, place, is_opaque, options)
+            )
+    return KVCache.combine(*caches)
 
 
 def _layer_specs(group: Any) -> Mapping[str, Any]:  # noqa: ANN401

@@ -462,7 +462,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             fp8_format=fp8_format(self._vllm_config.cache_config.cache_dtype),
             backends=_backends(self._vllm_config, list(kv_caches)),
         )
-        cache, block_table_index = describe(kv_caches)
+        cache = describe(kv_caches)
         staging = None
         host_blocks = self._num_host_blocks()
         if host_blocks:
@@ -475,7 +475,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 for name, tensor in kv_caches.items()
             }
             self._copy = BlockCopy(kv_caches, host, cache.geometry)
-            staging = HostStaging(cache, describe(host)[0], self._copy)
+            staging = HostStaging(cache, describe(host), self._copy)
         self._agent = self._make_agent(f"{self._engine_id}.{rank[0]}.{rank[1]}")
         self._worker = ConnectorWorker(
             self._agent,
@@ -484,11 +484,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             parallel=self._parallel,
             config=self._settings,
         )
-        self._hello = _WorkerHello(
-            self._worker.register_kv_caches(
-                cache, block_table_index=block_table_index, staging=staging
-            )
-        )
+        self._hello = _WorkerHello(self._worker.register_kv_caches(cache, staging=staging))
         _log.info(
             "rank %s of engine %s moves KV with %s (%s); %s mode, layout %s; %r",
             rank, self._engine_id, type(self._agent).__name__, self._agent.transport,

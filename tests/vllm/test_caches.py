@@ -99,16 +99,16 @@ def one_layer(spec, tp=(0, 1), total=4, **options):
     """Return a cache of one layer with this spec, and its tensor."""
     (name,) = names(0)
     made = tensor(spec)
-    cache, _ = describe(config(([name], spec)), {name: made}, total, ParallelPlace(tp), **options)
+    cache = describe(config(([name], spec)), {name: made}, total, ParallelPlace(tp), **options)
     return cache, made
 
 
 def test_one_group():
     spec = full()
     kv_config = config((names(0, 1), spec))
-    cache, block_table_index = describe(kv_config, {n: tensor(spec) for n in names(0, 1)})
+    cache = describe(kv_config, {n: tensor(spec) for n in names(0, 1)})
     (group,) = cache.geometry.groups
-    assert block_table_index == {"0:model.layers.#.self_attn.attn": 0}
+    assert (group.name, group.table) == ("0:model.layers.#.self_attn.attn", "0")
     assert group.layers == (0, 1)
     assert (group.block_size, group.num_blocks, group.kv_heads) == (16, BLOCKS, 4)
     assert (group.head_dim, group.planes, group.opaque_axes) == (64, 1, "")
@@ -121,9 +121,9 @@ def test_groups_that_share_memory_have_tables_of_their_own():
     kv_config = config((names(0, 2), specs[0]), (names(1, 3), specs[1]))
     shared = [tensor(specs[0]) for _ in range(2)]
     tensors = dict(zip([*names(0, 2), *names(1, 3)], shared * 2, strict=True))
-    cache, block_table_index = describe(kv_config, tensors)
+    cache = describe(kv_config, tensors)
     assert [group.layers for group in cache.geometry.groups] == [(0, 2), (1, 3)]
-    assert list(block_table_index.values()) == [0, 1]
+    assert [group.table for group in cache.geometry.groups] == ["0", "1"]
     assert len(cache.spans) <= 2
     assert [s.window for s in group_specs(kv_config, 1)] == [None, 40]
 
@@ -132,9 +132,9 @@ def test_layers_of_other_shapes_in_one_group_share_its_table():
     specs = {names(0)[0]: full(), names(1)[0]: full(head_size=64)}
     uniform = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
     kv_config = config((names(0, 1), uniform))
-    cache, block_table_index = describe(kv_config, {n: tensor(s) for n, s in specs.items()})
+    cache = describe(kv_config, {n: tensor(s) for n, s in specs.items()})
     assert [group.head_dim for group in cache.geometry.groups] == [64, 128]
-    assert list(block_table_index.values()) == [0, 0]
+    assert [group.table for group in cache.geometry.groups] == ["0", "0"]
 
 
 @pytest.mark.parametrize(("size", "held"), [(2, 2), (8, 1)])
@@ -142,7 +142,7 @@ def test_heads_of_a_rank(size, held):
     spec = full(num_kv_heads=held, max_tp_shards=4)
     kv_config = config((names(0), spec))
     place = ParallelPlace((size - 1, size))
-    cache, _ = describe(kv_config, {names(0)[0]: tensor(spec)}, place=place)
+    cache = describe(kv_config, {names(0)[0]: tensor(spec)}, place=place)
     (group,) = cache.geometry.groups
     assert group.kv_heads == 4
     assert group.heads == range(4 - held, 4)
@@ -151,7 +151,7 @@ def test_heads_of_a_rank(size, held):
 def test_a_latent_is_whole_on_every_rank():
     spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     kv_config = config((names(0), spec))
-    cache, _ = describe(kv_config, {names(0)[0]: tensor(spec)}, place=ParallelPlace((3, 8)))
+    cache = describe(kv_config, {names(0)[0]: tensor(spec)}, place=ParallelPlace((3, 8)))
     (group,) = cache.geometry.groups
     assert (group.kv_heads, group.head_dim, group.dtype) == (None, 576, "bfloat16")
 
@@ -159,7 +159,7 @@ def test_a_latent_is_whole_on_every_rank():
 def test_blocks_that_the_kernels_split():
     spec = full(block_size=64)
     kv_config = config((names(0), spec))
-    cache, _ = describe(kv_config, {names(0)[0]: tensor(spec, ratio=4)})
+    cache = describe(kv_config, {names(0)[0]: tensor(spec, ratio=4)})
     (group,) = cache.geometry.groups
     assert (group.block_size, group.num_blocks) == (16, 4 * BLOCKS)
     assert group_specs(kv_config, 1)[0].block_size == 64
@@ -167,8 +167,8 @@ def test_blocks_that_the_kernels_split():
 
 def test_opaque_pages_do_not_plan_against_others():
     spec, other = full(), full(block_size=32)
-    ours, _ = describe(config((names(0), spec)), {names(0)[0]: tensor(spec)}, is_opaque=True)
-    theirs, _ = describe(config((names(0), other)), {names(0)[0]: tensor(other)}, is_opaque=True)
+    ours = describe(config((names(0), spec)), {names(0)[0]: tensor(spec)}, is_opaque=True)
+    theirs = describe(config((names(0), other)), {names(0)[0]: tensor(other)}, is_opaque=True)
     TransferPlan(ours.geometry, ours.geometry)
     with pytest.raises(ConfigError, match=r"opaque_axes|opaque"):
         TransferPlan(ours.geometry, theirs.geometry)
@@ -403,7 +403,7 @@ def test_a_tensor_of_another_rank_than_four_is_refused():
 )
 def test_layers_are_told_apart_by_their_names(layers, numbers):
     spec = full()
-    cache, _ = describe(config((layers, spec)), {name: tensor(spec) for name in layers})
+    cache = describe(config((layers, spec)), {name: tensor(spec) for name in layers})
     assert [group.layers for group in cache.geometry.groups] == [numbers]
     assert tuple(map(layer_number, layers)) == numbers
 
@@ -411,16 +411,16 @@ def test_layers_are_told_apart_by_their_names(layers, numbers):
 def test_layers_of_a_draft_are_a_group_of_their_own():
     layers = ["model.layers.0.self_attn.attn", "draft_model.layers.0.self_attn.attn"]
     spec = full()
-    cache, index = describe(config((layers, spec)), {name: tensor(spec) for name in layers})
+    cache = describe(config((layers, spec)), {name: tensor(spec) for name in layers})
     assert [group.layers for group in cache.geometry.groups] == [(0,), (0,)]
-    assert list(index.values()) == [0, 0]
+    assert [group.table for group in cache.geometry.groups] == ["0", "0"]
 
 
 def test_layers_that_share_a_cache_are_described_once():
     spec = full()
     shared = tensor(spec)
     kv_config = config((names(0, 1, 2), spec))
-    cache, _ = describe(
+    cache = describe(
         kv_config, dict(zip(names(0, 1, 2), (shared, tensor(spec), shared), strict=True))
     )
     assert [group.layers for group in cache.geometry.groups] == [(0, 1)]
@@ -513,12 +513,12 @@ class StateEngine:
             if seed is not None:
                 pages[4, 0, 0, : len(content)] = content.view(torch.int8)
             kv_config = config((["model.layers.3.mixer"], spec))
-            cache, index = describe(
+            cache = describe(
                 kv_config,
                 {"model.layers.3.mixer": pages[..., : len(content)]},
                 place=ParallelPlace((rank, tp)),
             )
-            assert set(index.values()) == {0}
+            assert {group.table for group in cache.geometry.groups} == {"0"}
             self.pages.append(pages)
             self._caches.append(cache)
             self.geometries.append(cache.geometry)
@@ -565,7 +565,7 @@ class HeadEngine:
                 groups = [(list(specs), UniformTypeKVCacheSpecs(16, kv_cache_specs=specs))]
             else:
                 groups = [([name], spec) for name, spec in specs.items()]
-            cache, _ = describe(config(*groups), tensors, 8, ParallelPlace((rank, tp)))
+            cache = describe(config(*groups), tensors, 8, ParallelPlace((rank, tp)))
             self.tensors.append(tensors)
             self._caches.append(cache)
             self.geometries.append(cache.geometry)
@@ -609,7 +609,7 @@ class Nvfp4Engine:
                     mine = values[:, rank * 4 // tp : (rank + 1) * 4 // tp]
                     view.view(torch.uint8).copy_(mine)
             (name,) = names(0)
-            cache, _ = describe(
+            cache = describe(
                 config(([name], spec)),
                 {name: pages},
                 place=ParallelPlace((rank, tp)),
