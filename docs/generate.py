@@ -58,6 +58,7 @@ MODULES = (
     "pynixlkv.connector",
     "pynixlkv.connector.staging",
     "pynixlkv.connector.stats",
+    "pynixlkv.connector.spans",
     "pynixlkv.vllm.caches",
     "pynixlkv.types",
     "pynixlkv.errors",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from pynixlkv.agent import Agent, Peer
     from pynixlkv.connector.metadata import BlockLists, ConnectorConfig, ReqMeta
+    from pynixlkv.connector.spans import Tracer
     from pynixlkv.connector.staging import DeviceEvent, Direction, HostStaging
     from pynixlkv.connector.stats import ConnectorStats
     from pynixlkv.geometry import Geometry, KVCache
@@ -50,6 +51,7 @@ class WorkerContext:
     compute: Callable[[Callable[[], Any], int], Future[Any]]
     """Runs a function that digests a number of bytes, on another thread if they are many; its end
     wakes the agent."""
+    tracer: Tracer | None = None
 
     @property
     def cache(self) -> Geometry:

@@ -92,6 +92,7 @@ class HeldRequest:
     num_readers: int
     """How many are expected; 0 if unknown."""
     deadline: float
+    since: float
     event: DeviceEvent | None
     """Must complete before readers may see the blocks, and before they may be reused."""
     is_staged: bool = False
@@ -99,6 +100,8 @@ class HeldRequest:
     is_extended: bool = False
     """It got more time for its first reader."""
     readers: dict[int, LeaseReader] = field(default_factory=dict)
+    released_at: float | None = None
+    """When the last reader so far was done."""
     num_done: int = 0
     """Readers that have released the lease."""
     digesting: int = 0

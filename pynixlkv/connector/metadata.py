@@ -29,6 +29,9 @@ Checksums = Literal["off", "sampled", "all"]
 
 _MAX_TEXT = 512
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=_MAX_TEXT)]
+_TraceParent = Annotated[
+    str, msgspec.Meta(max_length=55, pattern="^00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
+]
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 _MAX_RANKS = 4096
 _Size = Annotated[int, msgspec.Meta(ge=1, le=_MAX_RANKS)]
@@ -209,6 +212,8 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """The producer's `Lease`, as text."""
     lease_duration: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
     """Seconds that the lease lasts after its start and after each heartbeat."""
+    traceparent: _TraceParent | None = None
+    """Of the producer's request, as W3C's header of this name: parent of the consumer's spans."""
     transfer_mode: TransferMode = "pull"
     sibling_group: _Text | None = None
     """To a producer: requests of one group are samples of one prompt, and share a lease."""
@@ -327,6 +332,12 @@ class RequestInfo:
     """Returns a digest of all that decides the KV of the first n tokens of prompt and answer
     (tokens, adapters, images), equal on both sides. A consumer that has one refuses a hand-off of
     other content, or of none; without one nothing is checked."""
+    traceparent: str | None = None
+    """Parent of its spans; by default the one of its hand-off."""
+
+    def trace(self) -> str | None:
+        """Return the parent of its spans."""
+        return self.traceparent or self.params.traceparent
 
 
 @dataclass(frozen=True)
@@ -353,6 +364,8 @@ class ReqMeta:
     """Tokens per block of each table; empty if they are the geometry's blocks."""
     content: str | None = None
     """Digest of the whole prompt, to be compared where a push does not wait for the hand-off."""
+    traceparent: str | None = None
+    """Parent of the request's spans."""
 
 
 @dataclass

@@ -30,6 +30,7 @@ from pynixlkv.connector.leases import status
 from pynixlkv.connector.messages import LeaseStatus
 from pynixlkv.connector.metadata import EndState, KVTransferParams, Lease, ReqMeta
 from pynixlkv.connector.remote_engines import RemoteEngine, RemoteEngineState, RemoteRank
+from pynixlkv.connector.spans import HandOffSpan
 from pynixlkv.connector.staging import has_completed
 from pynixlkv.connector.verification import Verification
 from pynixlkv.errors import (
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from pynixlkv.connector.context import WorkerContext
     from pynixlkv.connector.metadata import BlockLists
     from pynixlkv.connector.remote_engines import RemoteEngines
+    from pynixlkv.connector.spans import Phase
     from pynixlkv.connector.staging import DeviceEvent
 
 _log = logging.getLogger(__name__)
@@ -113,6 +115,7 @@ class _Request:
     deadline: float
     push_id: int
     began: float
+    queued_at: float
     end: EndState | None = None
     step: _Step = _Step.CONNECTING
     passed: dict[str, float] = field(default_factory=dict)
@@ -157,7 +160,7 @@ class Receiver:
         self._free_words = list(range(len(words)))
         self._engines = engines
         self._requests: dict[str, _Request] = {}
-        self._queued: dict[str, RemoteEngine] = {}
+        self._queued: dict[str, tuple[RemoteEngine, float]] = {}  # and since when
         self._by_push_id: dict[int, _Request] = {}
         # A random start keeps ids of an earlier life of this worker from matching.
         self._next_push_id = secrets.randbits(61)
@@ -170,7 +173,8 @@ class Receiver:
         if request_id in self._requests:
             raise PlanError(f"request {request_id!r} is being received, it does not wait")
         self._forget(request_id)
-        self._queued[request_id] = engine = self._engine(remote, now)
+        engine = self._engine(remote, now)
+        self._queued[request_id] = engine, now
         self._engines.attach(engine, request_id, _reader(remote))
 
     def receive(
@@ -182,6 +186,7 @@ class Receiver:
             raise PlanError(f"request {request_id!r} cannot be received (again)")
         reader = _reader(remote)
         is_attached = request_id in self._queued
+        _, queued_at = self._queued.get(request_id, (None, now))
         self._forget(request_id)
         engine = self._engine(remote, now)
         self._engines.attach(engine, request_id, reader, is_known=is_attached)
@@ -196,6 +201,7 @@ class Receiver:
             deadline=now + self._ctx.config.transfer_timeout,
             push_id=self._next_push_id,
             began=now,
+            queued_at=queued_at,
         )
         self._requests[request_id] = self._by_push_id[request.push_id] = request
 
@@ -219,7 +225,7 @@ class Receiver:
         return self._engines.get(remote, self._ctx.config.heartbeat_period(lease_duration), now)
 
     def _forget(self, request_id: str) -> None:
-        engine = self._queued.pop(request_id, None)
+        engine, _ = self._queued.pop(request_id, (None, 0.0))
         if engine is not None:
             engine.requests.pop(request_id, None)
 
@@ -338,6 +344,7 @@ class Receiver:
                     due = min(due, source.check_at - now)
             if not request.pushing and all(source.is_held for source in request.sources):
                 request.step = _Step.VERIFYING
+                request.passed.setdefault("verifying", now)
                 if self._ctx.config.checksums == "off":
                     self._stage(request)
                 else:
@@ -587,7 +594,7 @@ class Receiver:
         return True
 
     def _lose(self, engine: RemoteEngine) -> None:
-        for request_id in [r for r, queued_at in self._queued.items() if queued_at is engine]:
+        for request_id in [r for r, (its, _) in self._queued.items() if its is engine]:
             self._forget(request_id)
         if not engine.requests:
             return
@@ -646,9 +653,12 @@ class Receiver:
         self._engines.release(engine, request.reader, only_bystanders=has_written)
         self._ctx.stats.ended(end.value, request.error)
         self._log_contact(request, now)
+        done = [t.result for t in request.transfers if t.state is TransferState.DONE]
+        num_bytes = sum(each.bytes for each in done)
+        if self._ctx.tracer is not None:
+            self._ctx.tracer(_span(request, num_bytes, now))
         if end is EndState.RECEIVED:
-            done = [t.result for t in request.transfers if t.state is TransferState.DONE]
-            self._ctx.stats.handed_over(now - request.began, sum(each.bytes for each in done))
+            self._ctx.stats.handed_over(now - request.began, num_bytes)
             return RequestEnd(end, None, ())
         _log.warning(
             "request %s from engine %s: %s: %s",
@@ -678,6 +688,33 @@ class Receiver:
             "receiving": len(self._requests),
             "lease_checks": len(self._words) - len(self._free_words),
         }
+
+
+def _span(request: _Request, num_bytes: int, now: float) -> HandOffSpan:
+    begins: dict[Phase, float | None] = {
+        "queued": request.queued_at if request.queued_at < request.began else None,
+        "handshake": request.began,
+        "read": request.passed.get("moving"),
+        "verified": request.passed.get("verifying"),
+        "staged": request.passed.get("staging"),
+    }
+    ages = [(name, now - begin) for name, begin in begins.items() if begin is not None]
+    ends = [age for _, age in ages[1:]] + [0.0]
+    assert request.end is not None
+    return HandOffSpan(
+        "consumer",
+        request.id,
+        request.meta.traceparent,
+        request.end.value,
+        now - request.queued_at,
+        tuple((name, age, end) for (name, age), end in zip(ages, ends, strict=True)),
+        request.error,
+        {
+            "engine": request.engine.engine_id,
+            "tokens": request.meta.num_tokens,
+            "bytes": num_bytes,
+        },
+    )
 
 
 def _reader(remote: KVTransferParams) -> messages.Reader:

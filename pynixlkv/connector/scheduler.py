@@ -268,7 +268,7 @@ class ConnectorScheduler:
         content = None
         if remote.lease is None:
             content = _prompt_content(request, self._withheld_tokens)
-        meta = replace(meta, remote=remote, content=content)
+        meta = replace(meta, remote=remote, content=content, traceparent=request.trace())
         del self._open[request_id]
         self._next.reqs_waiting.pop(request_id, None)
         self._receiving[request_id] = _Receiving(meta.host_blocks)
@@ -448,7 +448,8 @@ class ConnectorScheduler:
         if staged is None or lease is None:
             return self._not_held(request, "the producer's host blocks are all in use")
         num_readers = request.params.num_readers
-        meta = replace(staged, lease=lease, num_readers=num_readers)
+        trace = request.trace()
+        meta = replace(staged, lease=lease, num_readers=num_readers, traceparent=trace)
         if is_kept:
             self._make_room(request.request_id, sum(map(len, blocks)))
             num_readers = 1
@@ -471,6 +472,7 @@ class ConnectorScheduler:
             dcp_size=self._parallel.dcp,
             lease=str(lease),
             lease_duration=self._config.lease_duration,
+            traceparent=trace,
             transfer_mode=self._config.transfer_mode,
             num_readers=num_readers,
         )

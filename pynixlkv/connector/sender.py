@@ -22,6 +22,7 @@ from pynixlkv.connector.leases import HeldRequest, LeaseReader
 from pynixlkv.connector.messages import LeaseStatus
 from pynixlkv.connector.metadata import MAX_READERS
 from pynixlkv.connector.remote_engines import split
+from pynixlkv.connector.spans import HandOffSpan
 from pynixlkv.connector.staging import has_completed
 from pynixlkv.errors import HandshakeError, PlanError, PynixlkvError
 from pynixlkv.geometry import meetings
@@ -211,7 +212,7 @@ class Sender:
             return  # before it got more readers
         self.begin(request_id)
         self._forget_layers(request_id)  # the rest of it is written in one piece
-        held = HeldRequest(request_id, meta, meta.lease, meta.num_readers, deadline, event)
+        held = HeldRequest(request_id, meta, meta.lease, meta.num_readers, deadline, now, event)
         self._held[request_id] = held
         for push in self._of(request_id, held.lease):
             if not push.error and self._is_for(push, meta):
@@ -371,6 +372,7 @@ class Sender:
             return
         known.is_done = True
         held.num_done += 1
+        held.released_at = now
         if held.is_done and held.num_readers == 0:
             # The samples of a prompt may reach their engine in different steps.
             config = self._ctx.config
@@ -537,7 +539,7 @@ class Sender:
             elif held.event is not None and not has_completed(held.event):
                 due = min(due, _POLL_S)
             elif not self._of(held.id, held.lease) and not held.digesting:
-                self._free(held)
+                self._free(held, now)
                 sent.add(held.id)
         while self._consumers:
             agent, consumer = next(iter(self._consumers.items()))
@@ -741,7 +743,7 @@ class Sender:
         if not held.ending:
             held.ending = why
 
-    def _free(self, held: HeldRequest) -> None:
+    def _free(self, held: HeldRequest, now: float) -> None:
         """End a lease whose blocks no operation of this worker uses."""
         self._table.revoke(held.lease)
         del self._held[held.id]
@@ -753,6 +755,19 @@ class Sender:
         # Of a turn, nothing has been lost: it may have no next one.
         is_unread = held.meta.keep_seconds is not None and held.ending != "released"
         self._ctx.stats.lease_ended("unread" if is_unread else held.ending)
+        if self._ctx.tracer is not None:
+            at = held.released_at
+            self._ctx.tracer(
+                HandOffSpan(
+                    "producer",
+                    held.id,
+                    held.meta.traceparent,
+                    held.ending,
+                    now - held.since,
+                    () if at is None else (("released", now - at, 0.0),),
+                    attributes={"readers": len(held.readers), "tokens": held.meta.num_tokens},
+                )
+            )
         if held.ending != "released":
             _log.log(
                 logging.INFO if is_unread else logging.WARNING,

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pynixlkv.agent import Agent
     from pynixlkv.connector.metadata import ReqMeta
     from pynixlkv.connector.remote_engines import Fetch
+    from pynixlkv.connector.spans import Tracer
     from pynixlkv.connector.staging import DeviceEvent, HostStaging
     from pynixlkv.geometry import KVCache
     from pynixlkv.types import Rank
@@ -123,6 +124,8 @@ class ConnectorWorker:
         Whether a thread does the work; otherwise the caller calls `poll`.
     executors : callable
         Makes the executor of blocking work from its number of threads and a name for them.
+    tracer : callable, optional
+        Takes a `pynixlkv.connector.spans.HandOffSpan` of each request that was received or held.
 
     Notes
     -----
@@ -143,6 +146,7 @@ class ConnectorWorker:
         longest_gap: float = 2 * _LONGEST_PAUSE_S,
         background: bool = True,
         executors: Callable[[int, str], Executor] = ThreadPoolExecutor,
+        tracer: Tracer | None = None,
     ) -> None:
         parallel = parallel or ParallelSizes()
         if not (0 <= rank[0] < parallel.pp and 0 <= rank[1] < parallel.tp):
@@ -155,6 +159,7 @@ class ConnectorWorker:
         self._fetch = fetch or _side_channel(self._config, secret)
         self._clock = ObservedClock(clock, longest_gap)
         self._background = background
+        self._tracer = tracer
         self.stats = ConnectorStats()
         self._commands: deque[Callable[[float], None]] = deque()
         self._lock = threading.Lock()  # guards _finished
@@ -231,6 +236,7 @@ class ConnectorWorker:
             peers=Peers(self._agent),
             scratch=scratch,
             compute=partial(self._compute, digests),
+            tracer=self._tracer,
         )
         self._engines = RemoteEngines(ctx, self._fetch, connect)
         self._receiver = Receiver(ctx, words, self._engines)

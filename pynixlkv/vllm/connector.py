@@ -45,6 +45,7 @@ from pynixlkv.vllm.facts import compatibility, fp8_format
 from pynixlkv.vllm.host import BlockCopy, work_so_far
 from pynixlkv.vllm.options import Options
 from pynixlkv.vllm.stats import PyNixlKVPromMetrics, PyNixlKVStats
+from pynixlkv.vllm.tracing import make_tracer, parent_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -242,7 +243,13 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     content = cache(partial(self._content, request))
                 elif params.lease in self._refused_leases:
                     params = KVTransferParams()
-                info = RequestInfo(request.request_id, request.num_prompt_tokens, params, content)
+                info = RequestInfo(
+                    request.request_id,
+                    request.num_prompt_tokens,
+                    params,
+                    content,
+                    parent_of(request),
+                )
                 self._side.get_num_new_matched_tokens(info, 0)
             except Exception as error:
                 if isinstance(error, ContentMismatch):
@@ -483,6 +490,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             rank=rank,
             parallel=self._parallel,
             config=self._settings,
+            tracer=make_tracer(self._vllm_config),
         )
         self._hello = _WorkerHello(self._worker.register_kv_caches(cache, staging=staging))
         _log.info(

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pynixlkv.agent import Agent
     from pynixlkv.connector.receiver import RequestEnd
     from pynixlkv.connector.remote_engines import Fetch
+    from pynixlkv.connector.spans import HandOffSpan
     from pynixlkv.connector.staging import DeviceEvent
     from pynixlkv.connector.stats import StatsSnapshot
     from pynixlkv.types import Rank
@@ -242,6 +243,7 @@ class ToyEngine:
         self.scheduler = ConnectorScheduler(
             engine_id, [GroupSpec(block_size)], parallel=self.parallel, config=config
         )
+        self.spans: list[HandOffSpan] = []
         self.ranks = []
         for stage in range(pp):
             for rank in range(tp):
@@ -256,6 +258,7 @@ class ToyEngine:
                     background=background,
                     clock=clock,
                     longest_gap=longest_gap,
+                    tracer=self.spans.append,
                 )
                 self.ranks.append(
                     self.rank_class(

@@ -250,6 +250,22 @@ def test_a_hand_off_names_requests_as_each_side_does(base, decode):
     producer.check_that_nothing_is_left()
 
 
+def test_a_hand_off_carries_the_trace_of_its_request(base, decode):
+    mine, theirs = (f"00-{digit * 32}-{digit * 16}-01" for digit in "ab")
+    producer = Side(base, PRODUCER)
+    headers = {"traceparent": theirs}
+    producer.add("p", 70, {"do_remote_decode": True}, trace_headers=headers)
+    _, outputs = producer.run()
+    params = outputs["p"].kv_transfer_params
+    message, _ = producer.step()
+    assert params["traceparent"] == message.connector.reqs_to_send["p"].traceparent == theirs
+    decode.add("d1", 70, params)
+    decode.add("d2", 70, params, trace_headers={"traceparent": mine})
+    message, _ = decode.step()
+    fetched = message.connector.reqs_to_recv
+    assert [fetched[name].traceparent for name in ("d1", "d2")] == [theirs, mine]
+
+
 @pytest.mark.parametrize("length", [2, 64, 65, 70])
 @needs_several_tables
 def test_state_is_handed_over_as_it_is_before_the_last_token(base, length):
