@@ -27,7 +27,7 @@ from pynixlkv.topology import held_heads, held_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from concurrent.futures import Future, ThreadPoolExecutor
+    from concurrent.futures import Executor, Future
 
     import numpy.typing as npt
 
@@ -54,7 +54,7 @@ class ToyWorker(ConnectorWorker):
         self.unfinished: set[Future[object]] = set()
         super().__init__(*args, **options)  # type: ignore[arg-type]
 
-    def _submit(self, executor: ThreadPoolExecutor, function: Callable[[], object]) -> Any:
+    def _submit(self, executor: Executor, function: Callable[[], object]) -> Any:
         future = super()._submit(executor, function)
         self.unfinished.add(future)
         future.add_done_callback(self.unfinished.discard)

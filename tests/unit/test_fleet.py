@@ -89,7 +89,7 @@ def broken(**options):
 
 
 def test_a_lease_that_is_freed_early_is_found(monkeypatch):
-    def free(self, held):
+    def free(self, held, now):
         del self._held[held.id]  # its word still says that it is held
         self._num_readers -= len(held.readers)
 
