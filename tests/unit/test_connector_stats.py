@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pynixlkv.agent import TransferResult
 from pynixlkv.connector.stats import (
+    BUCKET_BOUNDS_BYTES,
     BUCKET_BOUNDS_S,
     ConnectorStats,
     PrometheusMetrics,
@@ -35,6 +36,11 @@ from pynixlkv.errors import (
     TransferTimeout,
 )
 from pynixlkv.types import TransferState
+
+
+def test_buckets_reach_from_the_smallest_to_the_largest_hand_off():
+    assert (BUCKET_BOUNDS_S[0], BUCKET_BOUNDS_S[-1]) == (1e-6, pytest.approx(134.2, abs=0.1))
+    assert (BUCKET_BOUNDS_BYTES[0], BUCKET_BOUNDS_BYTES[-1]) == (2**10, 2**37)
 
 
 def result(num_bytes=4096, descriptors=2, plan_s=1e-5, post_s=2e-5, transfer_s=1e-3):

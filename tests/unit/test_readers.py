@@ -19,6 +19,7 @@ from toy_pair import (
 from toy_world import FakeEvent, World
 
 from pynixlkv.connector import messages, sender
+from pynixlkv.connector.leases import LeaseSlots
 from pynixlkv.connector.messages import ConsumerRank, Reader
 from pynixlkv.connector.metadata import EndState, KVTransferParams, Lease, ParallelSizes
 from pynixlkv.errors import ConfigError
@@ -356,3 +357,9 @@ def test_a_push_that_names_a_sample_without_a_lease_is_told_whose_it_shares():
         prefill.prefill("1_p", 7, 13, sibling_group="p")
         world.until(failed(world))
         assert "handed over as '0_p'" in str(errors(world)[0])
+
+
+def test_the_lease_tokens_of_two_lives_of_an_engine_differ():
+    first, second = ({slots.take().token for _ in range(64)} for slots in map(LeaseSlots, [64] * 2))
+    assert len(first) == len(second) == 64
+    assert not first & second
