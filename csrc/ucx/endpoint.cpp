@@ -4,6 +4,7 @@
 #include <array>
 #include <utility>
 
+#include "base/bytes.hpp"
 #include "base/error.hpp"
 #include "base/text.hpp"
 #include "ucx/request.hpp"
@@ -25,6 +26,23 @@ constexpr auto kAskedCloseDeadline = std::chrono::milliseconds(100);
 constexpr std::array<std::string_view, 6> kTwoSided{"tcp",      "ud_verbs",  "ud_mlx5",
                                                     "cuda_ipc", "cuda_copy", "gdr_copy"};
 constexpr std::size_t kMaxTransports = 64;  // UCP_MAX_LANES in src/ucp/core/ucp_types.h
+
+/// Check what UCX does not: it follows the lengths inside a packed key, and uses the type of memory
+/// as an index. The format is that of `ucp_rkey_packed_copy` in src/ucp/core/ucp_rkey.c (UCX 1.18
+/// to 1.23). What may come after the keys of the memory domains is not read.
+/// @throws Error WireError
+void check_packed_key(std::string_view packed) {
+    ByteReader in(packed, "the bytes of a remote key of the peer");
+    auto domains = in.get<std::uint64_t>();
+    const auto type = in.get<std::uint8_t>();
+    if (type != capi::kMemoryHost && type != capi::kMemoryCuda) {
+        throw Error("WireError", text("a remote key of the peer is for memory of type ",
+                                      unsigned{type}, "; expected 0 (host) or 1 (CUDA)"));
+    }
+    for (; domains != 0; domains &= domains - 1) {
+        (void)in.get_raw(in.get<std::uint8_t>());
+    }
+}
 
 std::string padded(std::string_view bytes) {
     std::string copy(bytes);
@@ -166,9 +184,7 @@ void Endpoint::close() {
 
 RemoteKey::RemoteKey(std::shared_ptr<Endpoint> endpoint, std::string_view packed)
     : endpoint_(std::move(endpoint)) {
-    if (packed.empty()) {
-        throw Error("WireError", "a remote key of the peer is empty");
-    }
+    check_packed_key(packed);
     const std::string bytes = padded(packed);
     capi::RemoteKey handle = nullptr;
     endpoint_->worker()->library().check(
