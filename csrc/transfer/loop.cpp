@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstdio>
 #include <exception>
 #include <span>
@@ -520,9 +521,14 @@ void Loop::sleep(Clock::duration longest) {
         pollfd{now_ < identity_rests_until_ ? -1 : shared_->identity.fd(), POLLIN, 0},
         pollfd{driver_->event_fd(), POLLIN, 0}};
     const timespec timeout{0, static_cast<long>(std::min(ns(longest), std::int64_t{999'999'999}))};
-    const bool is_ready = ::ppoll(fds.data(), fds.size(), &timeout, nullptr) > 0;
-    shared_->queue.end_sleep(is_ready && fds[0].revents != 0);
-    if (!is_ready) {
+    const int num_ready = ::ppoll(fds.data(), fds.size(), &timeout, nullptr);
+    const int error = errno;
+    shared_->queue.end_sleep(num_ready > 0 && fds[0].revents != 0);
+    if (num_ready < 0 && error != EINTR) {
+        // Fewer descriptors than these may be open, or the system has no memory.
+        std::this_thread::sleep_for(std::min(longest, Clock::duration(kSleep)));
+    }
+    if (num_ready <= 0) {
         return;
     }
     last_activity_ = Clock::now();

@@ -251,6 +251,34 @@ def test_too_few_descriptors_are_an_error(backend):
             assert answer == ("ResourceExhausted" if spare < 32 else "done"), spare
 
 
+SINKING = """
+import resource, time
+import numpy as np
+from pynixlkv.testing.conformance import rows
+from pynixlkv.ucx import UcxAgent
+here, there = np.zeros(4096, np.uint8), np.full(4096, 7, np.uint8)
+with UcxAgent("a") as a, UcxAgent("b") as b:
+    a.register(here), b.register(there)
+    peer = a.connect(b.hello())
+    ends = rows(here.ctypes.data, (0, 4096)), rows(there.ctypes.data, (0, 4096))
+    a.read_descriptors(peer, *ends, notify=b"first").wait(60)
+    b.notifications(60)
+    here[:] = 0
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    used = time.process_time()
+    time.sleep(1)  # a busy machine only takes time away from threads that do not sleep
+    used = time.process_time() - used
+    a.read_descriptors(peer, *ends, notify=b"read").wait(60)
+    note = b.notifications(60)[0].message
+    print(used < 0.5, (here == 7).all(), note)
+"""
+
+
+def test_agents_sleep_and_work_when_no_descriptor_may_be_polled():
+    # NIXL's own thread does not work then: its transfers time out.
+    assert run_python(SINKING) == "True True b'read'"
+
+
 FORKED = """
 import os, warnings
 from pynixlkv.errors import ForkError
