@@ -3,6 +3,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -35,6 +36,8 @@ constexpr std::size_t kMaxEnds = 1U << 20U;
 /// Most lanes that have not said a hello; the oldest go first.
 constexpr std::ptrdiff_t kMaxUnknown = 64;
 constexpr std::size_t kMaxPlaces = 16;
+/// Most lanes that are served; also, no more than half of the process's descriptors.
+constexpr rlim_t kMaxServed = 1U << 14U;
 /// Longest wait for an owner's answer to a hello.
 constexpr auto kAnswerDeadline = std::chrono::seconds(15);
 constexpr int kEventsOfTurn = 64;
@@ -44,10 +47,16 @@ constexpr std::uint32_t kLinkLocalNet = 0xA9FE;  ///< 169.254
 
 std::array<char, 64U << 10U> scratch;        // takes the bytes of ended transfers; never read
 const std::array<char, 64U << 10U> zeros{};  // in place of those that are gone
+constexpr const char* kNotMapped = "but the local memory is no longer mapped";
 
 template <class T>
 std::string_view bytes_of(const T& value) {
     return {reinterpret_cast<const char*>(&value), sizeof value};
+}
+
+/// A piece for bytes that were announced and are gone.
+iovec some_zeros(std::uint64_t most) {
+    return {const_cast<char*>(zeros.data()), std::min<std::uint64_t>(most, zeros.size())};
 }
 
 int new_socket(int family) {
@@ -65,6 +74,12 @@ void set_options(int fd) {
     set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 5);
     set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 2);
     set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
+}
+
+std::size_t max_served() {
+    rlimit limit{};
+    (void)::getrlimit(RLIMIT_NOFILE, &limit);
+    return std::min(limit.rlim_cur / 2, kMaxServed);
 }
 
 /// A socket address out of the bytes of an internet address and a port.
@@ -280,22 +295,24 @@ bool OwnLane::send_more() {
     if (has_said_all() && !is_writing_) {
         return false;
     }
-    Flow* const flow = is_writing_ ? &xfers_.at(to_send_.front())->flow_ : nullptr;
-    if (flow != nullptr) {
-        (void)flow->gather(pieces, kCallBytes, [](const iovec&) { return true; });
+    LaneXfer* const xfer = is_writing_ ? xfers_.at(to_send_.front()) : nullptr;
+    if (xfer != nullptr && xfer->refusal_.empty()) {
+        (void)xfer->flow_.gather(pieces, kCallBytes, [](const iovec&) { return true; });
+    } else if (xfer != nullptr) {
+        pieces.push_back(some_zeros(xfer->flow_.left()));
     }
     const Moved moved = send(pieces, bytes);
-    if (moved == Moved::kFault) {
-        drop();  // local memory that is gone
-    }
-    if (flow != nullptr) {
-        flow->advance(bytes);
-        if (flow->left() == 0) {
+    if (xfer != nullptr) {
+        if (moved == Moved::kFault) {
+            xfer->refusal_ = kNotMapped;
+        }
+        xfer->flow_.advance(bytes);
+        if (xfer->flow_.left() == 0) {
             is_writing_ = false;
             to_send_.pop_front();
         }
     }
-    return moved == Moved::kSome;
+    return moved != Moved::kNothing;
 }
 
 bool OwnLane::receive_more() {
@@ -328,7 +345,7 @@ bool OwnLane::receive_more() {
                                  [](const iovec&) { return true; });
         const Moved moved = receive(pieces, bytes);
         if (moved == Moved::kFault) {
-            xfer->refusal_ = "the local memory is no longer mapped";
+            xfer->refusal_ = kNotMapped;
         }
         xfer->flow_.advance(bytes);
         in_.bytes -= bytes;
@@ -368,8 +385,8 @@ void OwnLane::end_body() {
         return;
     }
     LaneXfer& xfer = *found->second;
-    if (xfer.refusal_.empty()) {
-        xfer.refusal_ = std::exchange(reason_, {});
+    if (xfer.refusal_.empty() && !reason_.empty()) {
+        xfer.refusal_ = text("which refuses: ", reason_);
     }
     if (xfer.refusal_.empty() && xfer.flow_.left() > 0) {
         drop();
@@ -420,8 +437,7 @@ bool LaneXfer::poll() {
     }
     const bool is_quiet = is_over_ && (op_ == Op::kRead || flow_.left() == 0);
     if (is_quiet && !refusal_.empty()) {
-        throw NativeError(
-            make_error(Status::kInvalidAddr, call, text(what(), ", which refuses: ", refusal_)));
+        throw NativeError(make_error(Status::kInvalidAddr, call, text(what(), ", ", refusal_)));
     }
     return is_quiet;
 }
@@ -492,8 +508,7 @@ bool ServedLane::send_more() {
     const std::uint64_t most = std::min(chunk_left_, kCallBytes);
     if (read != nullptr && !may_send(*read, most, pieces)) {
         // The rest of the chunk was promised.
-        const std::size_t size = std::min<std::uint64_t>(most, zeros.size());
-        pieces.push_back({const_cast<char*>(zeros.data()), size});
+        pieces.push_back(some_zeros(most));
     }
     const Moved moved = send(pieces, bytes);
     if (read == nullptr) {
@@ -691,7 +706,8 @@ void Lanes::accept_all(int listener) {
         }
         served_.emplace(last_, std::move(lane));
         const auto is_unknown = [](const auto& entry) { return !entry.second->is_known(); };
-        if (std::count_if(served_.begin(), served_.end(), is_unknown) > kMaxUnknown) {
+        if (served_.size() > max_served() ||
+            std::count_if(served_.begin(), served_.end(), is_unknown) > kMaxUnknown) {
             served_.erase(std::find_if(served_.begin(), served_.end(), is_unknown));
         }
     }

@@ -1,7 +1,9 @@
 """Lanes: the sockets for memory over TCP, what strangers send to them, and what breaks them."""
 
 import contextlib
+import mmap
 import os
+import resource
 import select
 import socket
 import struct
@@ -12,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pynixlkv.errors import PeerLostError
+from pynixlkv.errors import PeerLostError, TransferError
 from pynixlkv.hello import Hello
 from pynixlkv.testing.conformance import rows
 from pynixlkv.testing.contents import random_bytes
@@ -340,3 +342,66 @@ def test_lanes_listen_within_the_ports_of_ucx():
         first = free.getsockname()[1]
     with UcxAgent("a", config=TCP | {"TCP_PORT_RANGE": f"{first}-{first + 50}"}) as agent:
         assert first <= port_of(agent.hello()) <= first + 50
+
+
+def test_a_source_that_goes_away_fails_its_write_alone(owner, theirs, tmp_path):
+    path = tmp_path / "pool"
+    path.write_bytes(random_bytes(SIZE, 4).tobytes())
+    here = random_bytes(SIZE, 5).copy()
+    with path.open("r+b") as file, UcxAgent("writer", config=TCP) as writer:
+        of_file = np.frombuffer(mmap.mmap(file.fileno(), SIZE), np.uint8)
+        writer.register(of_file, here)
+        peer = writer.connect(owner.hello())
+        remote = rows(theirs.ctypes.data, (0, SIZE))
+        writer.write_descriptors(peer, rows(of_file.ctypes.data, (0, SIZE)), remote).wait(WAIT_S)
+        assert np.array_equal(theirs, random_bytes(SIZE, 4))
+        for left in (SIZE // 2, 0):
+            os.truncate(path, left)
+            fails = writer.write_descriptors(peer, rows(of_file.ctypes.data, (0, SIZE)), remote)
+            other = writer.write_descriptors(peer, rows(here.ctypes.data, (0, SIZE)), remote)
+            with pytest.raises(TransferError, match="local memory is no longer mapped"):
+                fails.wait(WAIT_S)
+            other.wait(WAIT_S)
+            assert np.array_equal(theirs, here)
+        assert peer.is_connected
+
+
+def serve_few(peer):
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
+    with UcxAgent("owner", config=TCP) as agent:
+        array = random_bytes(SIZE, 1).copy()
+        agent.register(array)
+        peer.send((agent.hello(), array.ctypes.data))
+        peer.receive()
+
+
+def test_lanes_take_no_more_than_half_of_the_descriptors(start_peer, door):
+    owner = start_peer(serve_few)
+    hello, there = owner.receive()
+    doorway = with_port(hello, door.getsockname()[1])
+    here = np.zeros(SIZE, dtype=np.uint8)
+    with contextlib.ExitStack() as stack:
+        reader = stack.enter_context(UcxAgent("reader", config=TCP))
+        reader.register(here)
+        ends = rows(here.ctypes.data, (0, SIZE)), rows(there, (0, SIZE))
+        peer = reader.connect(hello)
+        reader.read_descriptors(peer, *ends).wait(WAIT_S)
+        kept = 1  # the reader's lane
+        for number in range(9):
+            caller = stack.enter_context(UcxAgent(f"caller-{number}", config=TCP))
+            caller.connect(doorway)
+            lane, greeting = receive_greeting(door)
+            stack.enter_context(lane)
+            for _ in range(16):
+                stranger = Stranger(hello, greeting)
+                stack.enter_context(stranger.socket)
+                stranger.socket.sendall(greeting)
+                with contextlib.suppress(ConnectionResetError):
+                    kept += stranger.receive(len(greeting)) == greeting
+        assert kept == 128
+        here[:] = 0
+        reader.read_descriptors(peer, *ends).wait(WAIT_S)
+        assert np.array_equal(here, random_bytes(SIZE, 1))
+    owner.send("end")
+    owner.finish()
