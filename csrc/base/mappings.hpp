@@ -38,8 +38,11 @@ class Mappings {
             fields >> std::hex >> mapping.begin;
             fields.ignore(1, '-');
             fields >> mapping.end >> access >> skipped >> skipped >> std::dec >> inode;
+            std::string path;
+            std::getline(fields >> std::ws, path);
             mapping.is_writable = access.size() > 1 && access[1] == 'w';
-            mapping.is_of_file = inode != 0;
+            // System V's shared memory has an inode too, but a fixed size.
+            mapping.is_of_file = inode != 0 && !path.starts_with("/SYSV");
             mappings.all_.push_back(mapping);
         }
         return mappings;

@@ -92,7 +92,7 @@ CopyXfer::CopyXfer(UcxConnection& connection, const LocalRegions& local_regions,
         // NOLINTEND(performance-no-int-to-ptr)
         for (std::uint64_t done = 0; done < part.length; done += kStepBytes) {
             add(part.local + done, remote + done, std::min(kStepBytes, part.length - done),
-                is_direct, part.is_fragile);
+                is_direct, part.is_fragile || part.region->is_fragile);
         }
     }
 }

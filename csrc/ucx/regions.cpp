@@ -172,6 +172,7 @@ std::shared_ptr<const RemoteRegions> unpack_regions(const std::shared_ptr<Endpoi
         }
         auto* direct =
             can_be_mapped && key ? static_cast<char*>(key->pointer(row.address)) : nullptr;
+        bool is_fragile = false;
         if (direct != nullptr) {
             if (mappings.empty()) {
                 throw Error("HandshakeError",
@@ -181,11 +182,13 @@ std::shared_ptr<const RemoteRegions> unpack_regions(const std::shared_ptr<Endpoi
             }
             // UCX does not check what a region claims: nothing outside the key's memory is reached.
             const auto begin = reinterpret_cast<std::uint64_t>(direct);
-            row.length = mappings.describe(begin, row.length).length;
+            const MappedRange range = mappings.describe(begin, row.length);
+            row.length = range.length;
+            is_fragile = range.is_of_file;
         }
         regions->has_served |= !key;
         if (row.length > 0) {
-            regions->add({row, key, direct});
+            regions->add({row, key, direct, is_fragile});
         }
     }
     return regions;

@@ -58,6 +58,7 @@ struct RemoteRegion {
     Descriptor row;
     std::shared_ptr<RemoteKey> key;  ///< null: its owner has to serve it
     char* direct;                    ///< where it is mapped in this process; null if it is not
+    bool is_fragile = false;         ///< the mapping's pages can go, as its owner may truncate it
 };
 
 using LocalRegions = RegionMap<LocalRegion>;

@@ -1,15 +1,19 @@
 """Hellos with a valid digest that lie, strangers' messages, and memory that goes away."""
 
+import contextlib
 import mmap
 import os
+import random
 import struct
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import psutil
 import pytest
+from mutations import mutate
 
 from pynixlkv.errors import (
     ConfigError,
@@ -104,14 +108,17 @@ def test_a_hello_with_the_number_of_another_process_does_not_reach_it(start_peer
         assert process.finish() is is_untouched
 
 
-def connect_to_each(peer, hellos):
-    with UcxAgent("reader", config={"TLS": "tcp"}) as agent:
+def connect_to_each(peer, hellos, config):
+    """Return why each was refused, None for those that were not."""
+    reasons = []
+    with UcxAgent("reader", config=config) as agent:
         for hello in hellos:
             try:
                 agent.disconnect(agent.connect(hello))
-            except PynixlkvError:
-                continue
-    return "alive"
+                reasons.append(None)
+            except PynixlkvError as error:
+                reasons.append(f"{type(error).__name__}: {error}")
+    return reasons
 
 
 def test_damaged_addresses_end_no_process(start_peer):
@@ -128,7 +135,95 @@ def test_damaged_addresses_end_no_process(start_peer):
         true = Hello.unseal(good).metadata[21 : 21 + length]
         bad = [b"x", true[:1], true[:-1], true + b"\0", rng.bytes(length), b"\0" * length]
         bad += [true[:at] + rng.bytes(1) for at in range(1, length)]
-        assert start_peer(connect_to_each, [with_address(made) for made in bad]).finish() == "alive"
+        hellos = [with_address(made) for made in bad]
+        assert len(start_peer(connect_to_each, hellos, {"TLS": "tcp"}).finish()) == len(bad)
+
+
+KEYED = [({}, "allocated"), ({}, "ordinary"), ({"TLS": "tcp"}, "ordinary")]
+
+
+@pytest.mark.parametrize(("config", "kind"), KEYED)
+def test_damaged_keys_end_no_process(start_peer, config, kind):
+    with UcxAgent("owner", config=config) as owner:
+        memory = owner.allocate(SIZE) if kind == "allocated" else np.zeros(SIZE, np.uint8)
+        owner.register(memory)
+        good = owner.hello()
+        metadata = Hello.unseal(good).metadata
+        at = metadata.index(struct.pack("<QQQ", address(memory), SIZE, 0)) + 28
+        (length,) = struct.unpack_from("<I", metadata, at - 4)
+        true = metadata[at:]
+        assert len(true) == length
+
+        def with_key(made):
+            return changed(good, lambda m: m[: at - 4] + struct.pack("<I", len(made)) + made)
+
+        of_types = [true[:8] + bytes([number]) + true[9:] for number in range(256)]
+        ending = [true[:end] for end in range(8 + true[8])]
+        rng = random.Random(5)
+        damaged = [mutate(true, rng) for _ in range(300)]
+        # A key names shared memory by its number: only that of this test is tried.
+        damaged = [made for made in damaged if made[10:] == true[10:] or kind == "ordinary"]
+        hellos = [with_key(made) for made in [*of_types, *ending, *damaged]]
+        reasons = start_peer(connect_to_each, hellos, config).finish()
+    assert len(reasons) == len(hellos)
+    assert reasons[0] is None
+    for number in range(2, 256):
+        assert "WireError" in reasons[number]
+        assert f"memory of type {number}; expected 0 (host) or 1 (CUDA)" in reasons[number]
+    assert all("WireError" in reason for reason in reasons[256 : 256 + len(ending)])
+
+
+def shared_files():
+    """The files of this process that UCX shares memory through."""
+    found = set()
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if "ucx_shm" in str(file.readlink()):
+                found.add(file)
+    return found
+
+
+def serve_mapped(peer, config):
+    """Serve allocated memory, and truncate it when told."""
+    with UcxAgent("owner", config=config) as agent:
+        before = shared_files()
+        pool = agent.allocate(SIZE)
+        (file,) = shared_files() - before
+        pool[:] = random_bytes(SIZE, 1)
+        agent.register(pool)
+        peer.send((agent.hello(), address(pool)))
+        peer.receive()
+        os.truncate(file, SIZE // 2)
+        peer.send("truncated")
+        peer.receive()
+        return bool((pool[: SIZE // 2] == 9).all())
+
+
+def test_shared_memory_that_its_owner_truncates_fails_the_transfer_alone(start_peer):
+    config = {"TLS": "posix,self,tcp"}
+    owner = start_peer(serve_mapped, config)
+    hello, there = owner.receive()
+    half = SIZE // 2
+    with UcxAgent("reader", config=config) as reader:
+        here = np.zeros(SIZE, np.uint8)
+        reader.register(here)
+        peer = reader.connect(hello)
+        whole = rows(address(here), (0, SIZE)), rows(there, (0, SIZE))
+        first = rows(address(here), (0, half)), rows(there, (0, half))
+        reader.read_descriptors(peer, *whole).wait(WAIT_S)
+        assert np.array_equal(here, random_bytes(SIZE, 1))
+        owner.send("truncate")
+        owner.receive()
+        for move in (reader.read_descriptors, reader.write_descriptors):
+            with pytest.raises(TransferError, match="no longer mapped"):
+                move(peer, *whole).wait(WAIT_S)
+        here[:] = 0
+        reader.read_descriptors(peer, *first).wait(WAIT_S)
+        assert np.array_equal(here[:half], random_bytes(SIZE, 1)[:half])
+        here[:] = 9
+        reader.write_descriptors(peer, *first).wait(WAIT_S)
+    owner.send("end")
+    assert owner.finish()
 
 
 def test_a_connection_that_closes_at_once_leaves_no_descriptor(start_peer):
