@@ -140,7 +140,6 @@ _ToCheck: TypeAlias = "dict[RemoteRank, list[tuple[_Request, _Source]]]"
 class _Check:
     """A read of lease words in progress."""
 
-    engine: RemoteEngine
     asked: list[tuple[_Request, _Source]]
     slots: list[int]
     transfer: Transfer
@@ -556,15 +555,12 @@ class Receiver:
                 continue
             for _, source in asked:
                 source.is_checking = True
-            engine = asked[0][0].engine
-            engine.num_checks += 1
-            self._checks.append(_Check(engine, asked, slots, transfer))
+            self._checks.append(_Check(asked, slots, transfer))
 
     def _take_words(self, check: _Check, now: float) -> bool:
         """Evaluate the words of a check; return whether they have arrived."""
         if not check.transfer.is_quiet:
             return False
-        check.engine.num_checks -= 1
         error = check.transfer.error
         for (request, source), slot in zip(check.asked, check.slots, strict=True):
             source.is_checking = False

@@ -120,8 +120,6 @@ class RemoteEngine:
     requests: dict[str, messages.Reader | None] = field(default_factory=dict)
     """By local id, the readers of queued and running requests, whose leases are kept alive; None
     for one that has its end. While there are any, a dead engine's peers stay connected."""
-    num_checks: int = 0
-    """Reads of lease words that are not quiet; they need the peers as well."""
     heartbeat_period: float = 0.0
     next_heartbeat: float = 0.0
     last_used: float = 0.0
@@ -474,7 +472,7 @@ class RemoteEngines:
 
     def _bury(self, engine: RemoteEngine) -> bool:
         """Release a dead engine's peers once nothing uses them; return whether it is done."""
-        if engine.requests or engine.num_checks or not engine.connecting.done():
+        if engine.requests or not engine.connecting.done():
             return False
         if not engine.connecting.cancelled() and engine.connecting.exception() is None:
             for rank in engine.connecting.result():

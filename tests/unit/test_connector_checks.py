@@ -79,6 +79,7 @@ def test_a_lost_peer_is_connected_anew_for_the_next_request(world):
 
     agent.read = lose
     assert isinstance(fail(world, prefill.prefill("p1", 7, 13)), PeerLostError)
+    assert world.count("D", "releases_lost") == 1
     agent.read = read
     assert world.num_fetches == 1
     start(world, decode, prefill.prefill("p2", 7, 13), request_id="d2")

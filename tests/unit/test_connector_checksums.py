@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -12,9 +14,11 @@ from toy_world import World
 
 from pynixlkv.connector import messages, verification
 from pynixlkv.connector import worker as worker_module
-from pynixlkv.connector.metadata import EndState, Lease
+from pynixlkv.connector.metadata import ConnectorConfig, EndState, Lease
 from pynixlkv.connector.stats import StatsSnapshot
 from pynixlkv.errors import KVCorruptError, LeaseExpired, PlanError, TransferTimeout
+from pynixlkv.geometry import KVCache
+from pynixlkv.plan import TransferPlan
 from pynixlkv.testing import FakeAgent
 
 MODES = pytest.mark.parametrize("mode", ["pull", "push"])
@@ -329,6 +333,50 @@ def test_many_digests_become_fewer_of_larger_units(mode, monkeypatch):
         assert 17 in wrong.tokens
         for message in inbox.of(messages.DigestRequest):
             assert sum(int(np.prod(scope.shape)) for scope in message.scopes) <= 64
+
+
+def test_digests_that_are_asked_for_twice_are_computed_once():
+    with World(checksums="all") as world:
+        producer, consumer = make(world, PAIRS[0])
+        inbox, answers = world.listen("P"), world.listen("D")
+        fetch(world, producer, consumer)
+        world.until(ended(world, 1))
+        lease = Lease.parse(producer.prefill("p2", 1, NUM_TOKENS)["lease"])
+        world.quiet()
+        again = msgspec.structs.replace(
+            inbox.of(messages.DigestRequest)[0],
+            digest_id=5,
+            reader=messages.Reader("p2", lease, 9),
+        )
+        for _ in range(2):
+            assert world.count("P", "duplicate_notifications") == 0
+            world.deliver("P", consumer.ranks[0].agent.name, again)
+        assert world.count("P", "duplicate_notifications") == 1
+        world.quiet()
+        assert [m.digest_id for m in answers.of(messages.Digests)].count(5) == 1
+
+
+def test_a_short_request_is_compared_in_the_blocks_of_each_group():
+    blocks = {"small": 4, "large": 32}
+    cache = KVCache.combine(
+        *(
+            KVCache.from_tensors(
+                {name: np.zeros((16, 2, 2, tokens, 8), np.uint16)},
+                axes="BKHND", kv_heads=2, group=name, kind=name, table=str(index), layers=[index],
+            )
+            for index, (name, tokens) in enumerate(blocks.items())
+        )
+    )  # fmt: skip
+    plan = TransferPlan(cache.geometry, cache.geometry)
+    tables = {name: np.arange(64 // tokens) for name, tokens in blocks.items()}
+    context = SimpleNamespace(
+        config=ConnectorConfig(checksums="all"),
+        cache=cache.geometry,
+        local_tables=lambda _: (tables, dict.fromkeys(tables, 0)),
+    )
+    source = Mock(plans=(plan,), geometry=cache.geometry)
+    check = verification.Verification(context, "d1", SimpleNamespace(num_tokens=64), [source])
+    assert {scope.group: scope.unit for scope in check.scopes[source]} == blocks
 
 
 def test_forged_messages_about_digests_do_no_harm():

@@ -14,6 +14,7 @@ from toy_pair import (
     BEATS_10,
     arrives,
     connect,
+    early_params,
     errors,
     failed,
     pair,
@@ -1016,3 +1017,163 @@ def test_a_request_that_the_workers_cannot_begin_has_an_end_all_the_same(caplog)
         assert "nonsense" in str(errors(world)[0])
         world.until(received(world, "d2"))
         caplog.clear()
+
+
+def peers_of(engine):
+    """Return a list that grows by the peers that the first rank of an engine connects to."""
+    agent, peers = engine.ranks[0].agent, []
+    connect = agent.connect
+
+    def hooked(hello):
+        peers.append(connect(hello))
+        return peers[-1]
+
+    agent.connect = hooked
+    return peers
+
+
+def test_a_consumer_stays_connected_to_a_silent_producer_that_may_still_write():
+    with pair("push", **BEATS_5, transfer_timeout=1000) as (world, prefill, decode):
+        peers = peers_of(decode)
+        connect(world, prefill, decode)
+        params = prefill.prefill("p1", 7, 13)
+        world.network.pause("D.0.0")
+        start(world, decode, params)
+        world.until(lambda: prefill.num_running)
+        world.network.drop_notifications("P.0.0", 10**6)
+        world.pass_time(40, 8)
+        assert world.count("D", "peers_lost") == 1
+        assert not world.outcomes["D"].failed
+        assert [peer.is_connected for peer in peers] == [True]
+        world.network.drop_notifications("P.0.0", 0)
+        world.network.resume("D.0.0")
+        world.pass_time(10, 2)
+        world.until(failed(world))
+        world.until(lambda: not peers[0].is_connected)
+
+
+def test_a_handshake_that_outlasts_its_engine_leaves_no_connection():
+    with World(**BEATS_5) as world:
+        prefill = world.engine("P")
+        answered, fetch = threading.Event(), world._fetch
+        world._fetch = lambda *args, **options: answered.wait(DEADLINE_S) and fetch(
+            *args, **options
+        )
+        decode = world.engine("D")
+        peers = peers_of(decode)
+        world.has_blocked_threads = True
+        start(world, decode, prefill.prefill("p1", 7, 13))
+        world.round()
+        decode.finish("d1")
+        world.until(failed(world))
+        world.pass_time(2 * world.config.peer_ttl, 4)
+        answered.set()
+        world.until(lambda: peers and not peers[0].is_connected)
+
+
+def test_an_early_release_is_of_one_reader_alone():
+    with pair("push") as (world, prefill, decode):
+        start_early(world, prefill, decode)
+        decode.finish("d1")
+        world.until(failed(world))
+        world.until(lambda: world.count("P", "early_notifications"))
+        start(world, decode, early_params(prefill, "p1"), request_id="d2")
+        world.quiet()
+        prefill.begin("p1", 7, 13, num_readers=2)
+        prefill.compute("p1", 13)
+        world.quiet()
+        prefill.hand_over("p1")
+        arrives(world, decode, "d2")
+
+
+def test_a_request_that_was_pushed_by_layers_can_share_a_lease_in_its_next_life():
+    scheduler = ConnectorScheduler(
+        "P", [GroupSpec(4)], address=("h", 1), config=ConnectorConfig(transfer_mode="push")
+    )
+    blocks = ((0, 1),)
+    first, second = (
+        RequestInfo(name, 8, KVTransferParams(do_remote_decode=True, sibling_group="g"))
+        for name in ("p0", "p1")
+    )
+    scheduler.save(second, blocks, 8)
+    assert scheduler.request_finished(second, blocks, 8, is_complete=False) == (False, None)
+    is_kept, params = scheduler.request_finished(first, blocks, 8)
+    assert is_kept
+    is_kept, shared = scheduler.request_finished(second, blocks, 8)
+    assert not is_kept
+    assert shared["lease"] == params["lease"]
+
+
+def test_a_release_that_cannot_be_sent_is_counted():
+    with pair() as (world, prefill, decode):
+        agent = decode.ranks[0].agent
+        notify = agent.notify
+
+        def lose(peer, data):
+            if isinstance(messages.decode(data), messages.Release):
+                raise PeerLostError("its cable was pulled", peer=peer.name)
+            notify(peer, data)
+
+        agent.notify = lose
+        start(world, decode, prefill.prefill("p1", 7, 13))
+        arrives(world, decode)
+        world.quiet()
+        assert world.count("D", "releases_lost") == 1
+
+
+def repeat(world, engine_id, agent, message):
+    """Deliver a message again, which must be counted as a duplicate."""
+    before = world.count(engine_id, "duplicate_notifications")
+    world.deliver(engine_id, agent, message)
+    assert world.count(engine_id, "duplicate_notifications") == before + 1
+
+
+def test_a_push_that_is_asked_for_twice_is_written_once():
+    with pair("push") as (world, prefill, decode):
+        connect(world, prefill, decode)
+        at_p, at_d = world.listen("P"), world.listen("D")
+        params = prefill.prefill("p1", 7, 13)
+        world.network.pause("D.0.0")
+        start(world, decode, params)
+        world.until(lambda: prefill.num_running)
+        (push,) = at_p.of(messages.Push)
+        repeat(world, "P", "D.0.0", push)
+        world.network.resume("D.0.0")
+        arrives(world, decode)
+        repeat(world, "P", "D.0.0", push)
+        world.until(lambda: len(at_d.of(messages.PushDone)) == 2)
+        assert prefill.stats.transfers == 2  # with that of `connect`
+
+
+def test_the_end_of_a_push_that_comes_twice_is_not_that_of_another_rank():
+    with pair("push", **BEATS_5, producer={"tp": 2}) as (world, prefill, decode):
+        worker = decode.ranks[0].worker
+        hear = worker._on_notification
+
+        def hear_badly(agent, data, now):
+            if agent == "P.0.0" or not isinstance(messages.decode(data), messages.PushDone):
+                hear(agent, data, now)
+
+        worker._on_notification = hear_badly
+        at_d = world.listen("D")
+        start(world, decode, prefill.prefill("p1", 7, 13))
+        world.until(lambda: at_d.of(messages.PushDone))
+        world.quiet()
+        done = next(
+            m for _, name, m in at_d.messages if (name, type(m)) == ("P.0.0", messages.PushDone)
+        )
+        repeat(world, "D", "P.0.0", done)
+        world.quiet()
+        assert not world.outcomes["D"].received
+        worker._on_notification = hear
+        world.pass_time(5)
+        arrives(world, decode)
+
+
+def test_an_early_release_that_comes_twice_is_kept_once():
+    with pair("push") as (world, _, _):
+        consumer = ConsumerRank("D", (0, 0), ParallelSizes())
+        release = messages.Release(consumer, [messages.Reader("p1", None, 5)])
+        world.deliver("P", "D.0.0", release)
+        repeat(world, "P", "D.0.0", release)
+        assert world.count("P", "early_notifications") == 1
