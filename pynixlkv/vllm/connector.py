@@ -48,7 +48,7 @@ from pynixlkv.vllm.stats import PyNixlKVPromMetrics, PyNixlKVStats
 from pynixlkv.vllm.tracing import make_tracer, parent_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     import torch
     from typing_extensions import Self
@@ -92,9 +92,13 @@ class _StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class _WorkerHello(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What vLLM collects from each worker for the handshake."""
+    """What vLLM collects from each worker for the handshake.
+
+    The facts are a worker's, since loading the model changes settings in the workers only.
+    """
 
     agent: AgentMetadata
+    compatibility: Mapping[str, str]
 
 
 class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -208,15 +212,20 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         port = options.side_channel_port
         if port:
             port += self._vllm_config.parallel_config.data_parallel_index
-        hellos = {
-            rank: each.agent.hello
-            for rank, each in metadata.items()
-            if isinstance(each, _WorkerHello)
-        }
+        workers = {rank: each for rank, each in metadata.items() if isinstance(each, _WorkerHello)}
+        facts = next(iter(workers.values())).compatibility if workers else {}
+        for rank, worker in workers.items():
+            unlike = dict(worker.compatibility.items() - facts.items())
+            if unlike:
+                raise ConfigError(
+                    f"rank {rank} of engine {self._engine_id} has {unlike}, its first rank "
+                    f"{ {name: facts.get(name) for name in unlike} }; start all workers of an "
+                    "engine with one model, on machines of one kind"
+                )
         self._handshake = Handshake(
             self._engine_id,
-            hellos,
-            compatibility=self._settings.compatibility,
+            {rank: worker.agent.hello for rank, worker in workers.items()},
+            compatibility=facts,
             host=options.side_channel_host,
             port=port,
             allow_insecure=options.allow_insecure,
@@ -492,7 +501,9 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             config=self._settings,
             tracer=make_tracer(self._vllm_config),
         )
-        self._hello = _WorkerHello(self._worker.register_kv_caches(cache, staging=staging))
+        self._hello = _WorkerHello(
+            self._worker.register_kv_caches(cache, staging=staging), self._settings.compatibility
+        )
         _log.info(
             "rank %s of engine %s moves KV with %s (%s); %s mode, layout %s; %r",
             rank, self._engine_id, type(self._agent).__name__, self._agent.transport,

@@ -163,6 +163,27 @@ MODELS = {
             "pad_token_id": 0,
         },
     ),
+    # Gated delta nets. vLLM wants heads of 128, and experts in one layer (both, as a choice is a step).
+    "qwen3-next": (
+        "Qwen3Next",
+        "Qwen3Next",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "head_dim": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "num_experts": 2,
+            "num_experts_per_tok": 2,
+            "decoder_sparse_step": 4,
+            "moe_intermediate_size": 256,
+            "shared_expert_intermediate_size": 256,
+            "pad_token_id": 0,
+            "tie_word_embeddings": False,
+        },
+    ),
     # One layer of attention among layers with state; every rank has B and C of the one group.
     "mamba2": (
         "GraniteMoeHybrid",
@@ -228,6 +249,9 @@ def run_engine(channel, options):
         if request == "metrics":
             channel.send(read_metrics(llm))
             continue
+        if isinstance(request, list) and request[0] == "judge":
+            channel.send(judge(llm, *request[1:]))
+            continue
         started = time.monotonic()
         prompts, sampling = [], []
         for tokens, max_tokens, params in request:
@@ -255,6 +279,20 @@ def run_engine(channel, options):
             ]
         )
     return "stopped"
+
+
+def judge(llm, prompt, tokens):
+    """How much less likely, in logarithms, each token is than the likeliest one in its place."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=1, detokenize=False)
+    whole = {"prompt_token_ids": prompt + tokens}
+    (output,) = llm.generate([whole], sampling, use_tqdm=False)
+    places = output.prompt_logprobs[len(prompt) :]
+    return [
+        max(found.logprob for found in place.values()) - place[token].logprob
+        for place, token in zip(places, tokens, strict=True)
+    ]
 
 
 def read_metrics(llm):
@@ -339,6 +377,11 @@ class Engine:
         answer = self.generate(prompt, max_tokens=1, params=PREFILL_PARAMS)
         assert answer.params, f"{self.name} gave no parameters for the decode engine"
         return answer.params
+
+    def judge(self, prompt, tokens):
+        """How much less likely, in logarithms, each token is than the likeliest one."""
+        self._peer.send(["judge", prompt, tokens])
+        return self._receive(ANSWER_S)
 
     def metrics(self):
         """vLLM's counters."""
