@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import time
+from random import random
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+def retry_pause(
+    first_s: float, attempt: int = 0, longest_s: float = 0.0, draw: Callable[[], float] = random
+) -> float:
+    """Return the seconds until another attempt: they double, up to a longest, and are spread.
+
+    Those who have failed together come back between half and one and a half of that time, not
+    together. `draw` returns numbers from 0 to 1.
+    """
+    return min(first_s * 2.0**attempt, max(longest_s, first_s)) * (0.5 + draw())
 
 
 class ObservedClock:

@@ -21,6 +21,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from pynixlkv._clock import retry_pause
 from pynixlkv.connector import messages, tp_mapping, verification
 from pynixlkv.connector.leases import LEASE_GROUP
 from pynixlkv.errors import (
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _REFUSAL_S = 1.0
-"""For this long after an engine could not be reached, requests that name it fail at once."""
+"""For about this long after an engine could not be reached, requests that name it fail at once."""
 
 _Key: TypeAlias = "tuple[str, tuple[str, int], ParallelSizes]"
 
@@ -154,10 +155,12 @@ class RemoteEngines:
         ctx: WorkerContext,
         fetch: Fetch,
         submit: Callable[[Callable[[], list[RemoteRank]]], Future[list[RemoteRank]]],
+        draw: Callable[[], float],
     ) -> None:
         self._ctx = ctx
         self._fetch = fetch
         self._submit = submit
+        self._draw = draw
         self._engines: dict[_Key, RemoteEngine] = {}
         self._refused: dict[_Key, tuple[float, RemoteEngine]] = {}  # and until when
         self._by_agent: defaultdict[str, list[RemoteRank]] = defaultdict(list)
@@ -428,7 +431,8 @@ class RemoteEngines:
                     if engine.contact.refusal is not None:
                         _log.error("%s", str(engine.contact.refusal))
                 else:
-                    self._refused[engine.key] = now + _REFUSAL_S, engine
+                    until = now + retry_pause(_REFUSAL_S, draw=self._draw)
+                    self._refused[engine.key] = until, engine
                     self.drop(engine, _reason(engine, error))
             elif engine.requests:
                 engine.last_used = now

@@ -14,6 +14,7 @@ from collections import deque
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from random import random
 from typing import TYPE_CHECKING, TypeVar
 
 from pynixlkv._clock import ObservedClock
@@ -124,6 +125,8 @@ class ConnectorWorker:
         Whether a thread does the work; otherwise the caller calls `poll`.
     executors : callable
         Makes the executor of blocking work from its number of threads and a name for them.
+    draw : callable
+        Numbers from 0 to 1, which spread the times at which workers ask an engine again.
     tracer : callable, optional
         Takes a `pynixlkv.connector.spans.HandOffSpan` of each request that was received or held.
 
@@ -146,6 +149,7 @@ class ConnectorWorker:
         longest_gap: float = 2 * _LONGEST_PAUSE_S,
         background: bool = True,
         executors: Callable[[int, str], Executor] = ThreadPoolExecutor,
+        draw: Callable[[], float] = random,
         tracer: Tracer | None = None,
     ) -> None:
         parallel = parallel or ParallelSizes()
@@ -168,7 +172,7 @@ class ConnectorWorker:
         self._ends: dict[str, RequestEnd] = {}
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        self._make_executor = executors
+        self._make_executor, self._draw = executors, draw
         self._executors: list[Executor] = []
         self._has_cache = False
 
@@ -238,7 +242,7 @@ class ConnectorWorker:
             compute=partial(self._compute, digests),
             tracer=self._tracer,
         )
-        self._engines = RemoteEngines(ctx, self._fetch, connect)
+        self._engines = RemoteEngines(ctx, self._fetch, connect, self._draw)
         self._receiver = Receiver(ctx, words, self._engines)
         self._sender = Sender(ctx, table, connect)
         self._has_cache = True

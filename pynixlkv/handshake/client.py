@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import math
 import os
+from collections import Counter
 from dataclasses import dataclass, field
+from random import random
 from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from pynixlkv._clock import ObservedClock
+from pynixlkv._clock import ObservedClock, retry_pause
 from pynixlkv._limits import check_reserve
 from pynixlkv.errors import ConfigError, HandshakeError, HandshakeTimeout, RankNotFound, WireError
 from pynixlkv.handshake import message as msg
@@ -33,6 +35,8 @@ _SYMPTOMS = {
 }
 _EVENTS = _REFUSED | sum(_SYMPTOMS) | zmq.EVENT_DISCONNECTED
 _PAUSE_S = 0.1
+"""Before the first new question to a listener that has hung up; it doubles."""
+_LONGEST_PAUSE_S = 1.0
 _MAX_SOCKETS = 1 << 15
 
 
@@ -123,6 +127,11 @@ def fetch(
     return _ask(addresses, question, keys, timeout, read)
 
 
+def pause_after(attempt: int, draw: Callable[[], float] = random) -> float:
+    """Return the seconds until a listener that has hung up is asked again."""
+    return retry_pause(_PAUSE_S, attempt, _LONGEST_PAUSE_S, draw)
+
+
 def _split_address(address: object) -> tuple[object, object]:
     if isinstance(address, (tuple, list)) and len(address) == 2:
         return address[0], address[1]
@@ -197,6 +206,7 @@ def _ask(
     poller = zmq.Poller()
     waiting: dict[object, _Connection] = {}  # by both of its sockets
     lost: list[tuple[float, Address]] = []  # when to ask again: the listener has hung up
+    attempts: Counter[Address] = Counter()
     opening = list(addresses)
     text = ", ".join(map(str, addresses))
 
@@ -236,7 +246,9 @@ def _ask(
                     seen |= event
                     if event == zmq.EVENT_DISCONNECTED and connection.is_greeted:
                         drop(connection)
-                        lost.append((clock() + _PAUSE_S, connection.address))
+                        address = connection.address
+                        lost.append((clock() + pause_after(attempts[address]), address))
+                        attempts[address] += 1
                 except (HandshakeError, zmq.ZMQError) as error:
                     note(connection.peer, error)
                     drop(connection)

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 _MAX_WAITING_CONNECTIONS = 1024
 _MAX_CLIENTS = 1024
-_MAX_STRANGERS = 128
+MAX_STRANGERS = 128
+"""Clients that have asked nothing yet; with more, all clients are dropped."""
 _GREETING_MS = 5000
 _PAUSE_MS = 100
 _CLIENT_EVENTS = (
@@ -199,7 +200,7 @@ class _Port:
         elif kind == zmq.EVENT_ACCEPTED:
             self._clients.add(descriptor)
             self._strangers.add(descriptor)
-            if len(self._strangers) > _MAX_STRANGERS or len(self._clients) > self._max_clients:
+            if len(self._strangers) > MAX_STRANGERS or len(self._clients) > self._max_clients:
                 self._drop_all()
         else:
             self._strangers.discard(descriptor)

@@ -235,6 +235,7 @@ class ToyEngine:
         clock: Callable[[], float] = time.monotonic,
         longest_gap: float = math.inf,
         background: bool = False,
+        draw: Callable[[], float] = lambda: 0.5,
     ) -> None:
         self.id, self.model, self.block_size = engine_id, model, block_size
         self.parallel = ParallelSizes(pp=pp, tp=tp)
@@ -258,6 +259,7 @@ class ToyEngine:
                     background=background,
                     clock=clock,
                     longest_gap=longest_gap,
+                    draw=draw,
                     tracer=self.spans.append,
                 )
                 self.ranks.append(

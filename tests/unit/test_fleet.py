@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 
 from pynixlkv import KVCache, TransferPlan
-from pynixlkv.connector import receiver, remote_engines, sender
+from pynixlkv.connector import receiver, remote_engines, sender, worker
 from pynixlkv.connector.messages import LeaseStatus
+from pynixlkv.connector.scheduler import ConnectorScheduler
 from pynixlkv.errors import ConfigError, DuplicatePeerError, PeerLostError
 from pynixlkv.testing.fleet import (
     Fleet,
     FleetOptions,
     Violation,
     __main__,
+    handshakes,
     read_mooncake,
     synthetic,
 )
@@ -65,6 +67,16 @@ def test_a_run_depends_on_its_seed_alone():
         for name in ("wall_s", "cpu_s", "max_rss_mib", "options"):
             del report[name]
     assert one == same != other
+
+
+def test_jitter_spares_handshake_servers_a_herd(monkeypatch):
+    monkeypatch.setattr(handshakes, "MAX_STRANGERS", 16)
+    herd = {"scenarios": ("herd",), "prefill": 1, "decode": 16, "tp": 4, "duration": 8.0}
+    late = "failed: HandshakeTimeout"
+    spread, together = (run(**herd, seed=2, jitter=jitter) for jitter in (1.0, 0.0))
+    assert 0 < spread.handshake_load["dropped"] < 0.6 * together.handshake_load["dropped"]
+    assert late not in spread.failures
+    assert together.failures[late] > 10  # those who were dropped together come back together
 
 
 def test_repeated_hand_offs_of_a_dead_engine_all_fail_and_cost_few_handshakes():
@@ -127,6 +139,41 @@ def test_blocks_that_are_never_freed_are_found(monkeypatch):
     assert broken() == "held too long"
 
 
+def test_blocks_that_are_freed_while_they_are_written_are_found(monkeypatch):
+    monkeypatch.setattr(receiver.Receiver, "_is_quiet", lambda self, request: True)
+    assert broken(aborts=0.7, link=0.5) == "freed in use"
+
+
+def test_blocks_that_are_freed_while_they_are_pushed_are_found(monkeypatch):
+    monkeypatch.setattr(sender.Sender, "_of", lambda self, request_id, lease=None: [])
+    assert broken(mode="push", aborts=0.7, link=0.5) == "freed in use"
+
+
+def test_a_request_that_is_never_scheduled_though_there_is_room_is_found(monkeypatch):
+    ask = ConnectorScheduler.get_num_new_matched_tokens
+
+    def put_off(self, request, num_computed):
+        count, is_async = ask(self, request, num_computed)
+        return (None if request.request_id == "d9.0" else count), is_async
+
+    monkeypatch.setattr(ConnectorScheduler, "get_num_new_matched_tokens", put_off)
+    assert broken() == "starved"
+
+
+def test_a_request_that_waits_for_a_lease_word_for_ever_is_found(monkeypatch):
+    take_words = receiver.Receiver._take_words
+
+    def lose_words(self, check, now):
+        is_over = take_words(self, check, now)
+        if is_over:
+            del self._free_words[-len(check.slots) :]
+        return is_over
+
+    monkeypatch.setattr(worker, "_LEASE_BUFFER_WORDS", 8)
+    monkeypatch.setattr(receiver.Receiver, "_take_words", lose_words)
+    assert broken() == "starved"
+
+
 def test_a_peer_state_that_is_never_dropped_is_found(monkeypatch):
     monkeypatch.setattr(remote_engines.RemoteEngines, "_bury", lambda self, engine: False)
     assert broken(peer_ttl=0.5, rate=4.0, duration=60.0) in ("state", "peer state")
@@ -134,7 +181,7 @@ def test_a_peer_state_that_is_never_dropped_is_found(monkeypatch):
 
 def test_a_retry_without_limit_is_found(monkeypatch):
     monkeypatch.setattr(remote_engines, "_REFUSAL_S", 0.0)
-    assert broken(scenarios=("stale",), restart=60.0) == "retry without limit"
+    assert broken(scenarios=("stale",), restart=2.0) == "retry without limit"
 
 
 def test_messages_without_limit_are_found(monkeypatch):

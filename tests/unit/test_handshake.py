@@ -41,6 +41,7 @@ from pynixlkv.errors import (
 from pynixlkv.handshake import Handshake, fetch
 from pynixlkv.handshake import client as handshake_client
 from pynixlkv.handshake import server as handshake_server
+from pynixlkv.handshake.client import pause_after
 from pynixlkv.handshake.message import MAX_REQUEST_BYTES, Envelope, Question, Refusal
 from pynixlkv.handshake.security import Address, find_keys, resolve
 
@@ -294,7 +295,7 @@ def test_an_address_without_a_socket_leaves_the_others(monkeypatch):
 
 
 def test_strangers_do_not_keep_clients_out(monkeypatch, caplog):
-    monkeypatch.setattr(handshake_server, "_MAX_STRANGERS", 8)
+    monkeypatch.setattr(handshake_server, "MAX_STRANGERS", 8)
     with serve() as listener, ExitStack() as stack:
         descriptors = Path("/proc/self/fd")
         used = len(list(descriptors.iterdir()))
@@ -307,7 +308,7 @@ def test_strangers_do_not_keep_clients_out(monkeypatch, caplog):
 
 
 def test_clients_that_have_asked_are_no_strangers(monkeypatch, caplog):
-    monkeypatch.setattr(handshake_server, "_MAX_STRANGERS", 2)
+    monkeypatch.setattr(handshake_server, "MAX_STRANGERS", 2)
     with serve() as listener, ExitStack() as stack:
         for _ in range(8):
             client = stack.enter_context(raw_client(listener))
@@ -345,6 +346,33 @@ def test_a_client_that_is_cut_off_asks_again(monkeypatch):
     with serve() as listener:
         assert ask(listener).hellos == HELLOS
     assert cut_off
+
+
+def test_a_client_that_is_cut_off_again_and_again_waits_ever_longer(monkeypatch):
+    attempts = []
+    serve_once = handshake_server._Listener._serve
+
+    def cut_off(listener):
+        if len(attempts) >= 3:
+            return serve_once(listener)
+        listener._router.recv_multipart()
+        return listener._port._drop_all()
+
+    def note(attempt):
+        attempts.append(attempt)
+        return 0.0
+
+    monkeypatch.setattr(handshake_server._Listener, "_serve", cut_off)
+    monkeypatch.setattr(handshake_client, "pause_after", note)
+    with serve() as listener:
+        assert ask(listener).hellos == HELLOS
+    assert attempts[:3] == [0, 1, 2]
+
+
+def test_pauses_double_up_to_a_longest_and_are_spread():
+    drawn = iter((0.0, 0.5, 1.0, 0.5, 0.5))
+    pauses = [pause_after(attempt, lambda: next(drawn)) for attempt in (0, 1, 2, 3, 9)]
+    assert pauses == pytest.approx([0.05, 0.2, 0.6, 0.8, 1.0])
 
 
 def serve_in_a_process(channel, secret):

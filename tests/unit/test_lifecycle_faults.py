@@ -921,17 +921,19 @@ def test_engines_whose_blocks_do_not_fit_are_refused_at_one_contact_and_release(
     ) == 1
 
 
-def test_an_engine_that_cannot_be_reached_is_refused_for_a_moment():
-    with pair() as (world, prefill, decode):
+@pytest.mark.parametrize(("drawn", "pause"), [(0.0, 0.5), (0.5, 1.0), (1.0, 1.5)])
+def test_an_engine_that_cannot_be_reached_is_refused_for_a_moment(drawn, pause):
+    with pair(consumer={"draw": lambda: drawn}) as (world, prefill, decode):
         params = {**prefill.prefill("p1", 7, 13), "remote_engine_id": "gone"}
-        for i in range(3):
+        for i in range(2):
             start(world, decode, params, request_id=f"x{i}")
             world.until(failed(world, f"x{i}"))
         assert world.num_fetches == 1
-        world.pass_time(1)
-        start(world, decode, params, request_id="x3")
-        world.until(failed(world, "x3"))
-        assert world.num_fetches == 2
+        for more, when in enumerate((pause - 0.25, 0.25)):
+            world.pass_time(when)
+            start(world, decode, params, request_id=f"x{2 + more}")
+            world.until(failed(world, f"x{2 + more}"))
+            assert world.num_fetches == 1 + more
 
 
 def test_consumers_that_are_silent_for_long_are_forgotten_and_may_come_back():

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pynixlkv.connector.receiver import RequestEnd
+    from pynixlkv.testing.fleet.handshakes import Ask
     from pynixlkv.testing.fleet.simulation import Fleet, Slot
     from pynixlkv.testing.fleet.trace import TracedRequest
     from pynixlkv.types import Rank
@@ -155,7 +156,8 @@ class FleetRank:
         slowness = engine.slot.host.slowness
         self._reaction = options.reaction * slowness
         self._next = math.inf
-        self.replies: dict[object, tuple[float, object]] = {}
+        self.asks: dict[object, Ask] = {}
+        """By address and engine, the handshakes that are not over."""
         self.contacts: dict[object, tuple[float, int]] = {}
         """By address, when its last ten seconds began, and how often it was asked in them."""
         self.worker: ConnectorWorker = ConnectorWorker(
@@ -168,6 +170,7 @@ class FleetRank:
             clock=engine.clock,
             longest_gap=math.inf,
             background=False,
+            draw=fleet.draw,
             executors=lambda count, _: VirtualExecutor(fleet.events, count, self._reaction),
         )
         self.counted: tuple[int, int] = (0, 0)  # messages and transfers at the last audit
@@ -229,8 +232,8 @@ class Engine:
         self.is_prefill = slot.is_prefill
         self.is_over = False
         """It was closed, or has died."""
-        self.is_leaving = False
-        self.born = fleet.events.now
+        self.freed_at = 0.0
+        """When something became free that its next request may need."""
         self.parallel = ParallelSizes(tp=self.options.tp)
         self.scheduler = ConnectorScheduler(
             engine_id,
@@ -314,7 +317,6 @@ class Engine:
             self._begin_prefill()
         else:
             self._begin_fetches()
-        self._check_queue()
         metadata = self.scheduler.build_connector_meta()
         if metadata:
             for rank in self.ranks:
@@ -331,15 +333,34 @@ class Engine:
         job.blocks, job.num_cached = [*matched, *fresh], len(matched)
         return True
 
-    def _check_queue(self) -> None:
-        """Raise if the oldest request waits although everything it needs is free."""
-        if not self.queue or self.computing or len(self.running) >= self.options.max_batch:
-            return
-        job = self.queue[0]
-        waited = self.events.now - job.since
-        is_room = self.pool.num_free >= job.num_blocks
-        if is_room and waited > self.options.longest_wait:
-            raise Violation("starved", f"{job.id} at {self.id} waits {waited:.1f} s with room")
+    def check_starved(self) -> None:
+        """Raise if a request waits although everything that it needs is free."""
+        now, fleet = self.events.now, self.fleet
+        if self.queue and not self.computing and self._has_place:
+            job = self.queue[0]
+            waited = now - max(job.since, self.freed_at)
+            if self.pool.num_free >= job.num_blocks and waited > self.options.longest_wait:
+                raise Violation("starved", f"{job.id} at {self.id} waits {waited:.1f} s with room")
+        for job in self.receiving.values():
+            if job.source is None or job.is_given_up:
+                continue
+            producer, host = job.source[0], job.source[0].slot.host
+            # What a partition has lost is repeated when it is over.
+            idle = now - max(job.since, producer.slot.server.busy_at, fleet.network.changed_at)
+            is_there = not producer.is_over and fleet.network.reaches(host, self.slot.host)
+            if idle > fleet.idle_bound and is_there and not self._moves(job):
+                raise Violation(
+                    "starved",
+                    f"{job.id} at {self.id} waits {idle:.1f} s for {producer.id}, which is there, "
+                    "and nothing of it moves",
+                )
+
+    def _moves(self, job: Job) -> bool:
+        return any(rank.uses(job.blocks) for rank in self.ranks)
+
+    @property
+    def _has_place(self) -> bool:
+        return len(self.running) + len(self.receiving) < self.options.max_batch
 
     # ---- prefill
 
@@ -355,6 +376,7 @@ class Engine:
         if self.is_over:
             return
         self.computing = None
+        self.freed_at = self.events.now
         self.step_soon()
         for rank, expected in zip(self.ranks, self.fleet.contents(job), strict=True):
             rank.memory[job.blocks[job.num_cached :]] = expected[job.num_cached :]
@@ -384,7 +406,7 @@ class Engine:
     # ---- decode
 
     def _begin_fetches(self) -> None:
-        while self.queue and len(self.running) + len(self.receiving) < self.options.max_batch:
+        while self.queue and self._has_place:
             job = self.queue[0]
             assert job.info is not None
             if not self._allocate(job):
@@ -392,6 +414,9 @@ class Engine:
             cached = job.num_cached * BLOCK_CELLS
             try:
                 count, _ = self.scheduler.get_num_new_matched_tokens(job.info, cached)
+                if count is None:  # the scheduler wants to be asked later
+                    self._release(job)
+                    return
                 assert count
                 self.scheduler.update_state_after_alloc(
                     job.info, (tuple(job.blocks),), cached, count
@@ -503,6 +528,7 @@ class Engine:
                 raise Violation("freed in use", f"blocks of {job.id} at rank {rank.rank}")
         self.pool.release(job.blocks)
         job.blocks = []
+        self.freed_at = self.events.now
 
     # ---- the end
 

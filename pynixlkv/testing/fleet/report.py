@@ -41,7 +41,10 @@ class FleetReport:
     """Time of a hand-off: median, 90 %, 99 %, longest."""
     first_contacts: int
     first_contact_s: dict[str, float]
-    """Time that a handshake server takes to answer, its queue included."""
+    """Time of a handshake, with the waiting at its server and the pauses before asking again."""
+    handshake_load: dict[str, int]
+    """Connections to handshake servers, those that were dropped because there were too many at
+    once, and the most at one server in a tenth of a second."""
     messages: int
     messages_per_hand_off: float
     message_bytes_per_hand_off: float
@@ -94,6 +97,11 @@ def make_report(fleet: Fleet, cpu_s: float) -> FleetReport:
         hand_off_s=_spread(counts.hand_offs),
         first_contacts=len(counts.contacts),
         first_contact_s=_spread(counts.contacts),
+        handshake_load={
+            "asked": counts.connections_asked,
+            "dropped": counts.dropped,
+            "most": counts.most_asked,
+        },
         messages=network.num_notifications,
         messages_per_hand_off=network.num_notifications / done,
         message_bytes_per_hand_off=network.num_notification_bytes / done,
@@ -120,7 +128,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 def render(report: FleetReport) -> str:
     """Return the report as a table."""
-    options = report.options
+    options, load = report.options, report.handshake_load
     rows = [
         (
             "fleet",
@@ -138,6 +146,11 @@ def render(report: FleetReport) -> str:
         ("hand-offs", f"{report.hand_offs}, {report.hand_offs_per_s:.1f} a second"),
         ("their time", _times(report.hand_off_s)),
         ("first contacts", f"{report.first_contacts}: {_times(report.first_contact_s)}"),
+        (
+            "handshakes",
+            f"{load['asked']} connections, {load['dropped']} of them dropped; at most "
+            f"{load['most']} at a server in 0.1 s",
+        ),
         (
             "of a hand-off",
             f"{report.messages_per_hand_off:.1f} messages of "

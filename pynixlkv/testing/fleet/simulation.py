@@ -8,16 +8,17 @@ import random
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pynixlkv.connector.metadata import ConnectorConfig
-from pynixlkv.errors import ConfigError, HandshakeError, HandshakeTimeout
+from pynixlkv.errors import ConfigError, HandshakeError
 from pynixlkv.testing.fleet.checks import Violation, audit, note_contact
 from pynixlkv.testing.fleet.engine import BLOCK_CELLS, Engine, Job
-from pynixlkv.testing.fleet.trace import TracedRequest, synthetic
+from pynixlkv.testing.fleet.handshakes import Ask, HandshakeServer
+from pynixlkv.testing.fleet.trace import BLOCK_TOKENS, TracedRequest, synthetic
 from pynixlkv.testing.fleet.virtual import Events, Host, Link, Network, Suspended
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ class FleetOptions:
     """From an event to the round of the connector that sees it."""
     handshake: float = 0.001
     """Time of an engine's handshake server for one question."""
+    jitter: float = 1.0
+    """Part of the connector's jitter of retries; 0 shows what it is for."""
     longest_wait: float = 2.0
     """Of the oldest request of an engine that has room for it."""
 
@@ -124,8 +127,7 @@ class Slot:
     clock_rate: float = 1.0
     engine: Engine | None = None
     num_lives: int = 0
-    handshakes_until: float = 0.0
-    """When its handshake server has answered all questions so far."""
+    server: HandshakeServer = field(init=False)
     handed: deque[tuple[TracedRequest, dict[str, Any]]] = field(
         default_factory=lambda: deque(maxlen=16)
     )
@@ -160,7 +162,12 @@ class Counts:
     """Seconds of each answered handshake."""
     samples: list[Sample] = field(default_factory=list)
     attempts: int = 0
-    handshakes: int = 0
+    connections_asked: int = 0
+    """Connections to handshake servers, the repeated ones included."""
+    dropped: int = 0
+    """Those that a server has dropped because there were too many."""
+    most_asked: int = 0
+    """At one server within a tenth of a second."""
     audits: int = 0
 
 
@@ -194,7 +201,10 @@ class Fleet:
         self.fetch_bound = (
             config.transfer_timeout + config.handshake_timeout + 2 * self.network.detection
         ) / slowest
+        self.idle_bound = (2 * config.heartbeat_period(config.lease_duration)) / slowest
         self._drawn = random.Random(f"fleet {options.seed}")
+        retries = random.Random(f"retries {options.seed}")
+        self.draw = lambda: 0.5 + options.jitter * (retries.random() - 0.5)
         self._trace: Iterator[TracedRequest] = iter(
             trace
             if trace is not None
@@ -218,6 +228,8 @@ class Fleet:
             Slot(i, i < options.prefill, (f"10.{i >> 8}.{i & 255}.1", 5600), self._host(i))
             for i in range(num_engines)
         ]
+        for slot in self.slots:
+            slot.server = HandshakeServer(self, slot)
         self._by_address = {slot.address: slot for slot in self.slots}
         self._up: dict[bool, list[Slot]] = {True: [], False: []}
         if "clocks" in options.scenarios:
@@ -243,7 +255,6 @@ class Fleet:
         # Some deployments name a successor as its predecessor.
         life = "" if slot.number % 2 else f".{slot.num_lives}"
         slot.engine = Engine(self, slot, f"{'pd'[not slot.is_prefill]}{slot.number}{life}")
-        slot.handshakes_until = self.events.now
         self._up[slot.is_prefill].append(slot)
 
     def _stop(self, slot: Slot, *, is_silent: bool) -> None:
@@ -254,6 +265,7 @@ class Fleet:
         self.counts.events["hosts lost" if is_silent else "engines killed"] += 1
         slot.engine = None
         left = engine.close(is_silent=is_silent)
+        slot.server.drop_all()
         self.network.changed()
         notice = _SILENCE_S if is_silent else _HTTP_S
         self.events.after(notice, self._notice, slot, left, "its engine died")
@@ -287,6 +299,7 @@ class Fleet:
         self.counts.events["engines restarted"] += 1
         slot.engine = None
         self._notice(slot, engine.close(), "its engine was restarted")
+        slot.server.drop_all()
         for rank in engine.ranks:
             rank.worker.shutdown()
         self.events.after(self.options.restart, self._start, slot)
@@ -301,42 +314,18 @@ class Fleet:
     ) -> Mapping[Rank, bytes]:
         """Answer as the handshake server of an engine does, when it does."""
         key = address, engine_id
-        if key not in rank.replies:
-            self.counts.handshakes += 1
+        ask = rank.asks.get(key)
+        if ask is None:
             note_contact(rank, address)
-            until, answer = self._ask(rank, address, engine_id, timeout)
-            rank.replies[key] = until, answer
-            raise Suspended(until)
-        _, answer = rank.replies.pop(key)
+            ask = rank.asks[key] = Ask(self, rank, self._by_address[address], engine_id)
+            raise Suspended(partial(ask.begin, timeout))
+        answer = rank.asks.pop(key).answer
         if isinstance(answer, Exception):
             raise answer
-        assert isinstance(answer, Engine)
+        assert answer is not None
         if answer.is_over:
             raise HandshakeError(f"{address} has closed the connection", peer=engine_id)
         return {each: answer.ranks[each[1]].hello for each in ranks}
-
-    def _ask(
-        self, rank: FleetRank, address: tuple[str, int], engine_id: str, timeout: float
-    ) -> tuple[float, object]:
-        """Return when a handshake ends, and with whom or why not."""
-        now, slot = self.events.now, self._by_address[address]
-        host, here = slot.host, rank.native.host
-        if not self.network.reaches(here, host):
-            return now + timeout, HandshakeTimeout(f"no answer from {address}", peer=engine_id)
-        way, engine = self.network.latency(here, host), slot.engine
-        if engine is None:
-            return now + 2 * way, HandshakeError(f"{address} refuses the connection")
-        if engine.id != engine_id:
-            return now + 2 * way, HandshakeError(f"{address} is {engine.id!r}", peer=engine_id)
-        engine.scheduler.consumer_comes()
-        engine.step_soon()
-        begin = max(slot.handshakes_until, now + way)
-        slot.handshakes_until = begin + self.options.handshake * host.slowness
-        until = slot.handshakes_until + way
-        if until > now + timeout:
-            return now + timeout, HandshakeTimeout(f"no answer from {address}", peer=engine_id)
-        self.counts.contacts.append(until - now)
-        return until, engine
 
     # ---- requests
 
@@ -354,6 +343,9 @@ class Fleet:
 
     def _take(self, request: TracedRequest) -> None:
         self._arrive()
+        self._begin(request)
+
+    def _begin(self, request: TracedRequest) -> None:
         self._num_requests += 1
         number = self._num_requests
         job = Job(f"r{number}.0", request, number, 0)
@@ -487,6 +479,7 @@ class Fleet:
         if "herd" in options.scenarios:
             for slot in self.slots[: options.prefill]:
                 at(middle, self._fail, slot, False)
+            at(middle + options.restart + 1.0, self._flood)
         if "stale" in options.scenarios:
             for slot in self.slots[: max(options.prefill // 8, 1)]:
                 at(middle, self._fail, slot, False)
@@ -497,6 +490,17 @@ class Fleet:
 
     def _fail(self, slot: Slot, is_silent: bool) -> None:
         self._stop(slot, is_silent=is_silent)
+
+    def _flood(self) -> None:
+        """Let short prompts that have waited for prefill come at once, one for each of decode.
+
+        Prefill warms up for a moment: its handshake servers accept connections and do not answer.
+        """
+        for slot in self.slots[: self.options.prefill]:
+            slot.server.stall(2.0)
+        for number in range(self.options.decode):
+            block = 2**31 + number  # of no trace
+            self._begin(TracedRequest(self.events.now, BLOCK_TOKENS // 8, 1, (block,)))
 
     def _split(self, racks: frozenset[int]) -> None:
         self.counts.events["partitions" if racks else "partitions healed"] += 1
@@ -513,6 +517,9 @@ class Fleet:
                 now, len(self._open), self.num_held, self.num_held_blocks, self.network.num_peers
             )
         )
+        for slot in self.slots:
+            if slot.engine is not None:
+                slot.engine.check_starved()
         count = max(len(self.slots) // 64, 1)
         for _ in range(count):
             engine = self.slots[self._audited % len(self.slots)].engine

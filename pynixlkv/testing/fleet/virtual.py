@@ -14,6 +14,7 @@ import ctypes
 import heapq
 from collections import deque
 from concurrent.futures import Executor, Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from pynixlkv.agent import Agent
@@ -105,6 +106,7 @@ class Network:
         self.num_notifications = self.num_notification_bytes = 0
         self.num_transfers = self.num_rows = self.num_moved = self.num_connects = 0
         self.num_peers = 0
+        self.changed_at = 0.0
         self._stalled: list[VirtualTransfer] = []
 
     def reaches(self, one: Host, other: Host) -> bool:
@@ -126,6 +128,7 @@ class Network:
 
     def changed(self) -> None:
         """Go on with what passes again; later, lose the connections over which nothing does."""
+        self.changed_at = self.events.now
         stalled, self._stalled = self._stalled, []
         for transfer in stalled:
             transfer.go_on()
@@ -516,16 +519,19 @@ class VirtualAgent(Agent):
 
 
 class Suspended(Exception):
-    """Raised by a function of a `VirtualExecutor` that is to be called again later."""
+    """Raised by a function of a `VirtualExecutor` that is to be called again later.
 
-    def __init__(self, until: float) -> None:
-        self.until = until
+    `begin` is called with what then lets it go on.
+    """
+
+    def __init__(self, begin: Callable[[Callable[[], None]], None]) -> None:
+        self.begin = begin
 
 
 class VirtualExecutor(Executor):
     """Runs blocking functions in virtual time, a number of them at once.
 
-    A function that waits raises `Suspended`, and is called anew at the time that it names.
+    A function that waits raises `Suspended`, and is called anew when that says so.
     """
 
     def __init__(self, events: Events, num_threads: int, cost: float) -> None:
@@ -555,7 +561,7 @@ class VirtualExecutor(Executor):
         try:
             value = function()
         except Suspended as wait:
-            self._events.at(wait.until, self._run, future, function)
+            wait.begin(partial(self._run, future, function))
             return
         except AssertionError:
             raise  # a check has failed
