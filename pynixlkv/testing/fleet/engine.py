@@ -539,6 +539,7 @@ class Engine:
         self.fleet.num_held -= len(self.held)
         self.fleet.num_held_blocks -= sum(job.num_blocks for job in self.held.values())
         for rank in self.ranks:
+            rank.native.kill()
             rank.agent.close()
         return [job for job in self.jobs if not job.is_given_up]
 

@@ -1,5 +1,7 @@
 """Virtual time, and agents on a network in it: `FakeAgent` without threads.
 
+A call that waits lets the time pass that it waits for, unless it is made by an event.
+
 Everything happens in events, one after another, on one thread. So a run depends on its seed alone,
 and takes as long as the events need, not as long as the time that they are about.
 
@@ -18,18 +20,40 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from pynixlkv.agent import Agent
-from pynixlkv.errors import ClosedError, DuplicatePeerError, NotRegisteredError, PeerLostError
+from pynixlkv.errors import (
+    AlreadyRegisteredError,
+    ClosedError,
+    ConfigError,
+    DuplicatePeerError,
+    NotRegisteredError,
+    PeerLostError,
+    RegistrationInUseError,
+    StalePeerError,
+)
 from pynixlkv.types import Operation, TransferState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    import numpy as np
+    import numpy.typing as npt
+
     from pynixlkv import _native
 
 _Row: TypeAlias = tuple[int, int, int]
 """Local and remote address, and length."""
+_Span: TypeAlias = tuple[int, int]
+"""Begin and end of registered memory."""
 
 _CONNECTED, _LOST, _DISCONNECTED = range(3)
+
+
+def _spans(rows: Iterable[Any]) -> list[_Span]:
+    return [(int(row[0]), int(row[0] + row[1])) for row in rows]
+
+
+def _is_inside(address: int, length: int, spans: list[_Span]) -> bool:
+    return any(begin <= address and address + length <= end for begin, end in spans)
 
 
 class Events:
@@ -40,6 +64,7 @@ class Events:
         self.num_done = 0
         self._queue: list[tuple[float, int, Callable[..., object], tuple[object, ...]]] = []
         self._next = 0
+        self._is_running = False
 
     def at(self, when: float, action: Callable[..., object], *args: object) -> None:
         """Call a function at a time; those of one time run in the order of these calls."""
@@ -50,14 +75,25 @@ class Events:
         """Call a function after some time."""
         self.at(self.now + seconds, action, *args)
 
-    def run(self, until: float) -> None:
-        """Let time pass."""
-        queue = self._queue
-        while queue and queue[0][0] <= until:
-            self.now, _, action, args = heapq.heappop(queue)
-            self.num_done += 1
-            action(*args)
-        self.now = until
+    def run(self, until: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Let time pass, until then or something."""
+        queue, self._is_running = self._queue, True
+        try:
+            while not is_over():
+                if not queue or queue[0][0] > until:
+                    self.now = until
+                    return
+                self.now, _, action, args = heapq.heappop(queue)
+                self.num_done += 1
+                action(*args)
+        finally:
+            self._is_running = False
+
+    def wait(self, timeout: float, is_over: Callable[[], bool]) -> bool:
+        """Let time pass until something, and return whether it came; an event waits for nothing."""
+        if not self._is_running:
+            self.run(self.now + timeout, is_over)
+        return is_over()
 
 
 class Link:
@@ -153,6 +189,7 @@ class VirtualPeer:
         self.name = target.name
         self.state = _CONNECTED
         self.last_used = self.last_heard = owner.events.now
+        self.memory: list[_Span] = []
         owner.network.num_peers += 1
 
     def lose(self) -> None:
@@ -177,22 +214,6 @@ class VirtualPeer:
 class VirtualTransfer:
     """Stands for a native transfer."""
 
-    __slots__ = (
-        "began",
-        "deadline",
-        "id",
-        "is_quiet",
-        "left",
-        "message",
-        "num_bytes",
-        "op",
-        "owner",
-        "peer",
-        "rows",
-        "state",
-        "took",
-    )
-
     cause = None
 
     def __init__(
@@ -205,6 +226,8 @@ class VirtualTransfer:
         self.state: int = TransferState.RUNNING
         self.is_quiet = False
         self.message = ""
+        self.notify: bytes | None = None
+        """What the peer is told when all bytes have moved."""
         self.took = 0.0
         self.left = list(rows)
         self.num_bytes = sum(row[2] for row in rows)
@@ -244,6 +267,8 @@ class VirtualTransfer:
             return
         self.copy(len(self.left))
         self.end(TransferState.DONE, "")
+        if self.state == TransferState.DONE and self.notify is not None:
+            self.owner.notify(self.peer, self.notify)
         self.be_quiet()
 
     def _passes(self) -> bool:
@@ -268,19 +293,29 @@ class VirtualTransfer:
             self.peer.target.served.pop((self.owner.name, self.id), None)
             self.owner.wake_waiters()
 
-    def wait(self, timeout: float, for_quiet: bool = False) -> bool:  # noqa: ARG002
-        """Return whether it has ended; in one thread, waiting would not change that."""
-        return self.is_quiet if for_quiet else self.state >= TransferState.DONE
+    def wait(self, timeout: float, for_quiet: bool = False) -> bool:
+        """Wait for its end, or for quiet."""
+        return self.owner.events.wait(
+            timeout, lambda: self.is_quiet if for_quiet else self.state >= TransferState.DONE
+        )
 
 
 class VirtualRegistration:
     """Stands for a native registration."""
 
-    uses = 0
+    def __init__(self, owner: VirtualNative, spans: list[_Span], read_only: list[bool]) -> None:
+        self._owner, self.spans, self.read_only = owner, spans, read_only
 
-    def __init__(self, read_only: list[bool]) -> None:
-        self.read_only = read_only
-        self.is_open = True
+    @property
+    def is_open(self) -> bool:
+        """Whether its memory is registered."""
+        return set(self.spans) <= set(self._owner.memory)
+
+    @property
+    def uses(self) -> int:
+        """Transfers that may move its bytes."""
+        moving = self._owner.active.values()
+        return sum(any(_is_inside(r[0], r[2], self.spans) for r in t.rows) for t in moving)
 
 
 class VirtualNative:
@@ -297,7 +332,7 @@ class VirtualNative:
         self.on_activity: Callable[[], None] = lambda: None
         self.factors: list[tuple[int, int, float]] = []
         """Ranges of memory, and how many bytes of the network one byte there stands for."""
-        self.memory: list[tuple[int, int]] = []
+        self.memory: list[_Span] = []
         self.links: dict[str, VirtualPeer] = {}
         self.users: set[VirtualPeer] = set()
         """Connections of others to this agent."""
@@ -323,30 +358,40 @@ class VirtualNative:
         self, rows: Iterable[Any], kinds: list[int], read_only: list[bool]
     ) -> VirtualRegistration:
         """Note ranges of memory."""
-        self.memory += [(int(row[0]), int(row[0] + row[1])) for row in rows]
-        return VirtualRegistration(list(read_only)[: len(kinds)])
+        self._check_open()
+        spans = _spans(rows)
+        if not spans:
+            raise ConfigError("there is no memory to register")
+        if any(a < end and begin < b for begin, end in spans for a, b in self.memory):
+            raise AlreadyRegisteredError("a part of the memory is registered")
+        self.memory += spans
+        return VirtualRegistration(self, spans, list(read_only)[: len(kinds)])
 
     def check_registered(self, rows: Iterable[Any]) -> None:
         """Raise unless ranges are registered."""
-        for row in rows:
-            begin, end = int(row[0]), int(row[0] + row[1])
-            if not any(first <= begin and end <= last for first, last in self.memory):
+        for begin, end in _spans(rows):
+            if not _is_inside(begin, end - begin, self.memory):
                 raise NotRegisteredError(f"{end - begin} bytes at {begin:#x} are not registered")
 
     def deregister(self, registration: VirtualRegistration) -> None:
         """Forget a registration."""
-        registration.is_open = False
+        if registration.uses:
+            raise RegistrationInUseError(f"{registration.uses} transfers may move its bytes")
+        self.memory = [span for span in self.memory if span not in registration.spans]
 
     def metadata(self) -> bytes:
         """Return what `connect` of another agent needs."""
+        self._check_open()
         return self.incarnation
 
     def connect(
-        self, name: str, incarnation: bytes, _metadata: bytes, *_spans: object
+        self, name: str, incarnation: bytes, _metadata: bytes, rows: Iterable[Any], *_: object
     ) -> VirtualPeer:
-        """Connect, or return the connection."""
+        """Connect, or return the connection with what is registered there now."""
+        self._check_open()
         known = self.links.get(name)
         if known is not None and known.target.incarnation == incarnation:
+            known.memory = _spans(rows)
             return known
         if known is not None:
             if self.is_alive(known):
@@ -357,6 +402,7 @@ class VirtualNative:
             raise PeerLostError(f"{name!r} cannot be reached", peer=name)
         generation = self._generations[name] = self._generations.get(name, 0) + 1
         peer = self.links[name] = VirtualPeer(self, target, generation)
+        peer.memory = _spans(rows)
         target.users.add(peer)
         self.network.num_connects += 1
         return peer
@@ -383,18 +429,32 @@ class VirtualNative:
         timeout: float,
     ) -> VirtualTransfer:
         """Begin a transfer."""
-        if notify is not None:
-            raise NotImplementedError("virtual transfers do not notify; the connector has none")
         tables.check_written_once(remote=op == Operation.WRITE)
         local, remote = tables.descriptors()
-        pairs = zip(local.tolist(), remote.tolist(), strict=True)
-        return self._submit(op, peer, [(a[0], b[0], a[1]) for a, b in pairs], timeout)
+        return self.submit_descriptors(op, peer, local, remote, notify, timeout)
 
-    def _submit(
-        self, op: int, peer: VirtualPeer, rows: list[_Row], timeout: float
+    def submit_descriptors(
+        self,
+        op: int,
+        peer: VirtualPeer,
+        local: npt.NDArray[np.uint64],
+        remote: npt.NDArray[np.uint64],
+        notify: bytes | None,
+        timeout: float,
     ) -> VirtualTransfer:
+        """Begin a transfer of rows that fit each other."""
         self._check_usable(peer)
+        if not timeout > 0:
+            raise ConfigError(f"the timeout is {timeout}; expected seconds above 0")
+        pairs = zip(local.tolist(), remote.tolist(), strict=True)
+        rows = [(here[0], there[0], here[1]) for here, there in pairs]
+        for here, there, size in rows:
+            if not _is_inside(here, size, self.memory):
+                raise NotRegisteredError(f"{size} bytes at {here:#x} are not registered")
+            if not _is_inside(there, size, peer.memory):
+                raise NotRegisteredError(f"{peer.name!r} has not registered {size} at {there:#x}")
         transfer = VirtualTransfer(self, peer, op, rows, timeout)
+        transfer.notify = notify
         target, events = peer.target, self.events
         self.active[transfer.id] = target.served[self.name, transfer.id] = transfer
         network = self.network
@@ -452,15 +512,22 @@ class VirtualNative:
                 back.last_heard = self.events.now
             target.wake_waiters()
 
-    def _check_usable(self, peer: VirtualPeer) -> None:
+    def _check_open(self) -> None:
         if self.is_closed:
             raise ClosedError(f"agent {self.name!r} is closed")
+
+    def _check_usable(self, peer: VirtualPeer) -> None:
+        self._check_open()
+        if peer.state == _DISCONNECTED:
+            raise StalePeerError(f"generation {peer.generation} of {peer.name!r} is disconnected")
         if peer.state != _CONNECTED:
             raise PeerLostError(f"peer {peer.name!r} is not connected", peer=peer.name)
         peer.last_used = self.events.now
 
-    def take_notifications(self, _timeout: float) -> list[tuple[str, bytes]]:
-        """Return what has arrived."""
+    def take_notifications(self, timeout: float) -> list[tuple[str, bytes]]:
+        """Return what has arrived, after waiting for the first."""
+        if timeout:
+            self.events.wait(timeout, lambda: bool(self.inbox))
         taken, self.inbox = self.inbox, []
         return taken
 
@@ -479,11 +546,19 @@ class VirtualNative:
         """Transfers that have ended and are not quiet."""
         return len(self.active) - self.running
 
-    def close(self, _timeout: float = 0.0) -> bool:
-        """End everything; the other ends notice, unless the host is silent."""
-        if self.is_closed:
-            return True
+    def close(self, timeout: float) -> bool:
+        """End everything that runs, and go once it is quiet; return whether it is."""
         self.is_closed = True
+        for transfer in list(self.active.values()):
+            transfer.end(TransferState.CANCELLED, "the agent was closed")
+        if self.events.wait(timeout, lambda: not self.active):
+            self.kill()
+        return not self.active
+
+    def kill(self) -> None:
+        """End all at once, as a process does; the other ends notice, unless the host is silent."""
+        self.is_closed = True
+        self.memory.clear()
         if self.network.agents.get(self.name) is self:
             del self.network.agents[self.name]
         for peer in list(self.links.values()):
@@ -498,7 +573,7 @@ class VirtualNative:
 
     def stop(self, _timeout: float) -> None:
         """Stop; there is no thread."""
-        self.close()
+        self.kill()
 
 
 class VirtualAgent(Agent):
@@ -506,9 +581,11 @@ class VirtualAgent(Agent):
 
     transfer_backend: ClassVar[str] = "fake"
 
-    def __init__(self, name: str, network: Network, host: Host) -> None:
+    def __init__(
+        self, name: str, network: Network, host: Host, *, secret: bytes | str | None = None
+    ) -> None:
         self._place = network, host
-        super().__init__(name, backend_version="1.0")
+        super().__init__(name, backend_version="1.0", secret=secret)
 
     def _start(self, name: str, incarnation: bytes) -> Any:  # noqa: ANN401 - duck-typed
         self.native = VirtualNative(name, incarnation, *self._place)
