@@ -569,7 +569,6 @@ class VirtualNative:
             way = self.network.latency(self.host, user.owner.host)
             silent = not self.network.reaches(self.host, user.owner.host)
             self.events.after(self.network.detection if silent else way, user.lose)
-        return True
 
     def stop(self, _timeout: float) -> None:
         """Stop; there is no thread."""
