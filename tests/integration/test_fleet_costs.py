@@ -12,7 +12,9 @@ from pynixlkv.testing.fleet import Fleet, FleetOptions, TracedRequest
 REQUESTS, BLOCKS, TP = 3, 8, 2
 MODEL = {"layers": 1, "kv_heads": TP, "dim": 4}  # of as many bytes as the simulator's
 OPTIONS = {"tp": TP, "axes": "BKHND", "num_blocks": 4 * BLOCKS}
-CONFIG = {"self_test": False}
+LEASE_S = 3600.0
+"""So long that nothing depends on time: a heartbeat is due, and an answer late, after a sixth."""
+CONFIG = {"self_test": False, "lease_duration": LEASE_S}
 
 
 def measured(num_producers):
@@ -45,7 +47,13 @@ def simulated(num_producers):
         for i in range(count)
     ]
     options = FleetOptions(
-        prefill=num_producers, decode=1, tp=TP, duration=0.5 * count, aborts=0.0, peer_ttl=3600.0
+        prefill=num_producers,
+        decode=1,
+        tp=TP,
+        duration=0.5 * count,
+        aborts=0.0,
+        lease_duration=LEASE_S,
+        peer_ttl=4 * LEASE_S,
     )
     fleet = Fleet(options, trace)
     try:
@@ -59,8 +67,4 @@ def simulated(num_producers):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_producers", [1, 4, 16])
 def test_the_simulator_counts_what_real_engines_cost(num_producers):
-    messages, num_bytes, connections = measured(num_producers)
-    expected = simulated(num_producers)
-    assert (num_bytes, connections) == expected[1:]
-    # Real engines repeat what is answered late, and a busy machine is late.
-    assert 0.75 * expected[0] <= messages <= 1.5 * expected[0]
+    assert measured(num_producers) == simulated(num_producers)
