@@ -1,18 +1,21 @@
 """``python -m bench.peer_costs``: what each peer costs an agent, with real agents in few processes.
 
 One process has the agent that is measured, and connects to agents in others, one after another.
-Prints a line for each number of peers: memory, descriptors and threads of a peer; and the medians
-over the first and the last peers of the time to connect, of the first read, and of a message with
-its answer.
+The others stand still except the one whose agents are connected to: idle agents take time, too, and
+in a fleet they take that of other hosts. Prints a line for each number of peers: memory,
+descriptors and threads of a peer; the time of a core that the idle agents of one process take; and
+the medians over the first and the last peers of the time to connect, of the first read and this
+process's time of a core for it, and of a message with its answer.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
+import resource
 import statistics
 import time
+from functools import partial
 
 import numpy as np
 import psutil
@@ -25,6 +28,7 @@ from pynixlkv.ucx import UcxAgent
 OWNERS = f"bench.peer_costs:Owners:{__file__}"
 _LAST = 16
 _TIMEOUT_S = 60.0
+_IDLE_S = 2.0
 
 
 def make_agent(backend, transport, name):
@@ -46,7 +50,7 @@ class Owners:
         made = [make_agent(backend, transport, f"o{first + i}") for i in range(count)]
         self.agents = [agent for agent, _ in made]
         self._hellos = [agent.hello(cache) for agent, cache in made]
-        self._peers = {}
+        self._peers = []
 
     def hellos(self):
         """Return what a peer needs of each agent."""
@@ -54,13 +58,13 @@ class Owners:
 
     def attach(self, number, hello):
         """Let an agent connect to the one that is measured."""
-        self._peers[number] = self.agents[number].connect(hello)
+        self._peers.append(self.agents[number].connect(hello))
+        self._last = self.agents[number]
 
     def idle(self):
-        """Answer the messages that have come."""
-        for number, peer in self._peers.items():
-            for note in self.agents[number].notifications():
-                self.agents[number].notify(peer, note.message)
+        """Answer the messages that have come to the last one."""
+        for note in self._last.notifications() if self._peers else ():
+            self._last.notify(self._peers[-1], note.message)
         return 0.0005
 
     def close(self):
@@ -69,10 +73,32 @@ class Owners:
             agent.close()
 
 
+def raise_limit():
+    """Allow as many descriptors as the system does."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def usage():
     """Return memory, descriptors and threads of this process."""
     process = psutil.Process()
     return process.memory_full_info().uss, process.num_fds(), process.num_threads()
+
+
+def contact(agent, cache, hello, attach):
+    """Connect to a peer; returns the times of the parts."""
+    began = time.perf_counter()
+    peer = agent.connect(hello)
+    connected, used = time.perf_counter(), time.process_time()
+    plan = TransferPlan(cache.geometry, peer.geometry)
+    agent.read(peer, plan, [0, 1], [2, 3], timeout=_TIMEOUT_S).wait()
+    read, used = time.perf_counter(), time.process_time() - used
+    attach()
+    sent = time.perf_counter()
+    agent.notify(peer, b"x")
+    if not agent.notifications(_TIMEOUT_S):
+        raise TimeoutError(f"{peer.name} has not answered a message")
+    return connected - began, read - connected, used, time.perf_counter() - sent
 
 
 def measure(backend, transport, num_peers, num_processes):
@@ -82,28 +108,25 @@ def measure(backend, transport, num_peers, num_processes):
     try:
         per = -(-num_peers // len(owners))
         counts = [min(per, num_peers - i * per) for i in range(len(owners))]
+        hellos = []
         for i, (owner, count) in enumerate(zip(owners, counts, strict=True)):
             owner.call(OWNERS, backend, transport, i * per, count, keep=True)
-        hellos = [(o, n, h) for o in owners for n, h in enumerate(o.call("hellos"))]
+            hellos.append(owner.call("hellos"))
+            owner.stop()
         mine, before = agent.hello(cache), usage()
-        times, plan = {"connect": [], "first read": [], "message": []}, None
-        for owner, number, hello in hellos:
-            moments = [time.perf_counter()]
-            peer = agent.connect(hello)
-            moments.append(time.perf_counter())
-            plan = TransferPlan(cache.geometry, peer.geometry)
-            agent.read(peer, plan, [0, 1], [2, 3], timeout=_TIMEOUT_S).wait()
-            moments.append(time.perf_counter())
-            owner.call("attach", number, mine)
-            sent = time.perf_counter()
-            agent.notify(peer, b"x")
-            if not agent.notifications(_TIMEOUT_S):
-                raise TimeoutError(f"{peer.name} has not answered a message")
-            moments = [*(b - a for a, b in itertools.pairwise(moments))]
-            for values, seconds in zip(
-                times.values(), [*moments, time.perf_counter() - sent], strict=True
-            ):
-                values.append(seconds)
+        times = {"connect": [], "first read": [], "core of the read": [], "message": []}
+        for owner, its in zip(owners, hellos, strict=True):
+            owner.resume()
+            for number, hello in enumerate(its):
+                attach = partial(owner.call, "attach", number, mine)
+                spent = contact(agent, cache, hello, attach)
+                for values, seconds in zip(times.values(), spent, strict=True):
+                    values.append(seconds)
+            used = psutil.Process(owner.process.pid).cpu_times()
+            time.sleep(_IDLE_S)
+            later = psutil.Process(owner.process.pid).cpu_times()
+            owner.stop()
+        idle = (later.user + later.system - used.user - used.system) / _IDLE_S / counts[-1]
         memory, fds, threads = (b - a for a, b in zip(before, usage(), strict=True))
         late = {
             f"{name} ({when}), ms": 1e3 * statistics.median(each[part])
@@ -115,6 +138,7 @@ def measure(backend, transport, num_peers, num_processes):
             "KiB": memory / num_peers / 1024,
             "descriptors": fds / num_peers,
             "threads": threads / num_peers,
+            "% of a core for an idle agent": 100 * idle,
             **late,
         }
     finally:
@@ -125,18 +149,20 @@ def measure(backend, transport, num_peers, num_processes):
 
 def main():
     """Print the table."""
+    raise_limit()  # of the owners as well, who inherit it
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peers", type=int, nargs="+", default=[1, 16, 128])
+    parser.add_argument("--peers", type=int, nargs="+", default=[1, 16, 128, 1000])
     parser.add_argument("--backends", nargs="+", default=["ucx", "nixl"])
     parser.add_argument("--transport", default="", help="tcp, or what the library chooses")
-    parser.add_argument("--processes", type=int, default=8, help="of the peers")
+    parser.add_argument("--processes", type=int, default=16, help="of the peers")
     given = parser.parse_args()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     for backend in given.backends:
         for num_peers in given.peers:
             found = measure(backend, given.transport, num_peers, given.processes)
             listed = ", ".join(f"{value:.2f} {name}" for name, value in found.items())
-            print(f"{backend} {given.transport or 'default'}, {num_peers} peers: {listed}")
+            where = f"{backend} {given.transport or 'default'}, {num_peers} peers"
+            print(f"{where}: {listed}", flush=True)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ MODULES = (
     "pynixlkv.testing",
     "pynixlkv.testing.conformance",
     "pynixlkv.testing.remote",
+    "pynixlkv.testing.fleet",
     "pynixlkv.handshake",
     "pynixlkv.connector",
     "pynixlkv.connector.staging",

@@ -462,9 +462,7 @@ class Fleet:
         total = len(self.slots) * options.failures * options.duration / 3600
         count = int(total) + (self._drawn.random() < total % 1)
         for _ in range(count):
-            slot = self._drawn.choice(self.slots)
-            is_silent = self._drawn.random() < 1 / 3
-            at(self._drawn.uniform(0, options.duration), self._fail, slot, is_silent)
+            at(self._drawn.uniform(0, options.duration), self._fail_one)
         middle = options.duration / 2
         if "rolling" in options.scenarios:
             pause = 0.6 * options.duration / len(self.slots)
@@ -487,6 +485,14 @@ class Fleet:
             racks = range(0, len(self._uplinks), 2)
             at(middle, self._split, frozenset(racks))
             at(middle + self.network.detection / 2, self._split, frozenset())
+
+    def _fail_one(self) -> None:
+        """Let an engine fail that has requests, so that they meet it; either kind as often."""
+        is_prefill = self._drawn.random() < 0.5
+        live = [s for s in self.slots if s.is_prefill is is_prefill and s.engine is not None]
+        busy = [s for s in live if s.engine is not None and (s.engine.jobs or s.engine.held)]
+        if live:
+            self._fail(self._drawn.choice(busy or live), self._drawn.random() < 1 / 3)
 
     def _fail(self, slot: Slot, is_silent: bool) -> None:
         self._stop(slot, is_silent=is_silent)
