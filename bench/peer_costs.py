@@ -85,6 +85,12 @@ def usage():
     return process.memory_full_info().uss, process.num_fds(), process.num_threads()
 
 
+def core_time(pid):
+    """Return the seconds that the agents' threads of a process have run."""
+    threads = psutil.Process(pid).threads()
+    return sum(each.user_time + each.system_time for each in threads if each.id != pid)
+
+
 def contact(agent, cache, hello, attach):
     """Connect to a peer; returns the times of the parts."""
     began = time.perf_counter()
@@ -122,11 +128,10 @@ def measure(backend, transport, num_peers, num_processes):
                 spent = contact(agent, cache, hello, attach)
                 for values, seconds in zip(times.values(), spent, strict=True):
                     values.append(seconds)
-            used = psutil.Process(owner.process.pid).cpu_times()
+            used = core_time(owner.process.pid)
             time.sleep(_IDLE_S)
-            later = psutil.Process(owner.process.pid).cpu_times()
+            idle = (core_time(owner.process.pid) - used) / _IDLE_S / len(its)
             owner.stop()
-        idle = (later.user + later.system - used.user - used.system) / _IDLE_S / counts[-1]
         memory, fds, threads = (b - a for a, b in zip(before, usage(), strict=True))
         late = {
             f"{name} ({when}), ms": 1e3 * statistics.median(each[part])
