@@ -163,7 +163,7 @@ MODELS = {
             "pad_token_id": 0,
         },
     ),
-    # Gated delta nets. vLLM wants heads of 128, and experts in a layer: both, as a choice is a step.
+    # Gated delta nets: vLLM wants heads of 128 and a layer of experts. One expert would be a step.
     "qwen3-next": (
         "Qwen3Next",
         "Qwen3Next",
