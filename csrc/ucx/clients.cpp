@@ -64,6 +64,7 @@ void Clients::on_message(const MessageHeader& header, std::string_view data) {
     if (header.kind == MessageKind::kOpen && client.address.empty() &&
         is_plausible_address(data, own_address_)) {
         client.address = data;
+        client.may_write = std::erase(unseen_, worker_id(data)) == 0;
     } else {
         client.is_over = true;
     }
@@ -133,8 +134,17 @@ bool Clients::add_lane(std::uint64_t number) {
 }
 
 void Clients::shut_out(std::string_view worker) {
+    bool is_seen = false;
     for (auto& [number, client] : clients_) {
-        client.is_shut_out |= worker_id(client.address) == worker;
+        const bool is_its = worker_id(client.address) == worker;
+        client.is_shut_out |= is_its;
+        is_seen |= is_its;
+    }
+    if (!is_seen) {
+        unseen_.emplace_back(worker);
+        if (unseen_.size() > kMaxGone) {
+            unseen_.pop_front();
+        }
     }
 }
 

@@ -34,6 +34,12 @@ class Clients {
     [[nodiscard]] bool add_lane(std::uint64_t number);
     /// Take no more bytes through the lanes of a worker's present connections.
     void shut_out(std::string_view worker);
+    /// Trust the next connection of a worker: this side connects to it.
+    void let_in(std::string_view worker) { std::erase(unseen_, worker); }
+    /// Whether a connection, which is open, was made since its worker was shut out.
+    [[nodiscard]] bool may_write(std::uint64_t number) const {
+        return clients_.at(number).may_write;
+    }
     /// Close all connections and ignore later requests.
     void close();
 
@@ -49,6 +55,7 @@ class Clients {
         std::shared_ptr<Endpoint> endpoint;
         std::size_t num_lanes = 0;
         bool is_shut_out = false;
+        bool may_write = true;
         bool is_over = false;
     };
 
@@ -60,9 +67,10 @@ class Clients {
     const capi::ErrorMode errors_;
     // Messages can arrive while one is removed, so additions must leave the others in place.
     std::map<std::uint64_t, Client> clients_;
-    std::vector<std::uint64_t> busy_;      ///< clients to look at in the next turn
-    std::deque<std::uint64_t> newest_;     ///< the last to come, which may be unopened
-    std::deque<std::uint64_t> gone_;       ///< the last to close, whose late messages are dropped
+    std::vector<std::uint64_t> busy_;   ///< clients to look at in the next turn
+    std::deque<std::uint64_t> newest_;  ///< the last to come, which may be unopened
+    std::deque<std::uint64_t> gone_;    ///< the last to close, whose late messages are dropped
+    std::deque<std::string> unseen_;    ///< workers shut out that had no connection: one may come
     std::uint64_t num_failures_seen_ = 0;  ///< of the worker's
     bool is_closed_ = false;
 };

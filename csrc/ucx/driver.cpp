@@ -290,6 +290,7 @@ std::unique_ptr<transfer::Connection> UcxDriver::connect(const std::string& name
         std::make_unique<UcxConnection>(std::move(endpoint), std::move(regions), name,
                                         description.token, unopened_, std::move(spare), memory);
     connection->worker_id = worker_id(description.address);
+    clients_.let_in(connection->worker_id);
     connect_lanes(*connection, description, process.has_value());
     // Connects now instead of with the first transfer; from then on the loss of the peer shows.
     connection->send({.kind = MessageKind::kPing}, {});

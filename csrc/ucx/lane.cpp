@@ -551,7 +551,10 @@ bool ServedLane::receive_more() {
         if (!receive_exactly(reinterpret_cast<char*>(&in_), sizeof in_, in_done_)) {
             return false;
         }
-        if (in_.kind > LaneHead::kWrite || in_.num_rows == 0 || in_.num_rows > kMaxRows) {
+        const bool is_stale =
+            in_.kind == LaneHead::kWrite && !clients_.may_write(hello_.connection);
+        if (in_.kind > LaneHead::kWrite || in_.num_rows == 0 || in_.num_rows > kMaxRows ||
+            is_stale) {
             drop();
             return false;
         }

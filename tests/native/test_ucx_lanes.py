@@ -299,6 +299,29 @@ def test_what_a_lost_peer_has_sent_lands_nowhere(owner, theirs, door, start_peer
         assert (theirs == 1).all()
 
 
+@pytest.mark.parametrize("has_read", [False, True])
+def test_a_peer_that_was_disconnected_writes_only_after_it_has_connected_anew(
+    owner, theirs, has_read
+):
+    here = np.full(SIZE, 3, dtype=np.uint8)
+    with UcxAgent("peer", config=TCP) as agent:
+        agent.register(here)
+        ends = rows(here.ctypes.data, (0, SIZE)), rows(theirs.ctypes.data, (0, SIZE))
+        known = owner.connect(agent.hello())
+        peer = agent.connect(owner.hello())
+        if has_read:
+            agent.read_descriptors(peer, *ends).wait(WAIT_S)
+        owner.disconnect(known)  # the owner may not have seen the peer's connection yet
+        before = theirs.copy()
+        here[:] = 3
+        with pytest.raises(PeerLostError):
+            agent.write_descriptors(peer, *ends).wait(WAIT_S)
+        assert np.array_equal(theirs, before)
+        peer = agent.connect(owner.hello())
+        agent.write_descriptors(peer, *ends).wait(WAIT_S)
+        assert (theirs == 3).all()
+
+
 def test_a_lane_waits_until_its_connection_is_known(visit, owner, theirs, greeting):
     early = visit(greeting[:16] + b"12345678")
     early.socket.sendall(early.greeting)
