@@ -1,9 +1,11 @@
-"""Host memory over tcp: its owner serves it through lanes."""
+"""Host memory over tcp: its owner serves it through lanes. The ports that agents open."""
 
 import numpy as np
+import psutil
 import pytest
 
 from pynixlkv.errors import TransferError
+from pynixlkv.nixl import NixlAgent
 from pynixlkv.testing.conformance import rows
 from pynixlkv.testing.contents import random_bytes
 from pynixlkv.types import TransferState
@@ -65,3 +67,30 @@ def test_deregistered_memory_is_refused(pair, op):
     # The connection stands, and registered memory is still reached.
     reader.read_descriptors(peer, *both(kept, here, (0, SIZE))).wait(WAIT_S)
     assert np.array_equal(here, kept)
+
+
+def restricted(backend, name):
+    """Make an agent that opens ports on the loopback interface alone."""
+    if backend == "ucx":
+        return UcxAgent(name, config={"NET_DEVICES": "lo"})
+    settings = NixlAgent.default_backend_params("UCX")["engine_config"]
+    return NixlAgent(name, backend_params={"engine_config": f"{settings},NET_DEVICES=lo"})
+
+
+def listening():
+    connections = psutil.Process().net_connections("tcp")
+    return {each.laddr for each in connections if each.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.parametrize("backend", ["ucx", "nixl"])
+def test_ports_are_opened_on_the_interface_of_net_devices_alone(backend):
+    before = listening()
+    here, there = np.zeros(4096, np.uint8), random_bytes(4096, 1)
+    with restricted(backend, "a") as a, restricted(backend, "b") as b:
+        opened = listening() - before
+        assert {address.ip for address in opened} == {"127.0.0.1"}
+        a.register(here)
+        b.register(there)
+        ends = rows(here.ctypes.data, (0, 4096)), rows(there.ctypes.data, (0, 4096))
+        a.read_descriptors(a.connect(b.hello()), *ends).wait(60)
+        assert np.array_equal(here, there)
