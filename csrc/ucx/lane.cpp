@@ -47,7 +47,7 @@ constexpr std::uint32_t kLinkLocalNet = 0xA9FE;  ///< 169.254
 
 std::array<char, 64U << 10U> scratch;        // takes the bytes of ended transfers; never read
 const std::array<char, 64U << 10U> zeros{};  // in place of those that are gone
-constexpr const char* kNotMapped = "but the local memory is no longer mapped";
+constexpr const char* kNotMapped = ", but the local memory is no longer mapped";
 
 template <class T>
 std::string_view bytes_of(const T& value) {
@@ -386,7 +386,7 @@ void OwnLane::end_body() {
     }
     LaneXfer& xfer = *found->second;
     if (xfer.refusal_.empty() && !reason_.empty()) {
-        xfer.refusal_ = text("which refuses: ", reason_);
+        xfer.refusal_ = text(", which refuses: ", reason_);
     }
     if (xfer.refusal_.empty() && xfer.flow_.left() > 0) {
         drop();
@@ -437,7 +437,7 @@ bool LaneXfer::poll() {
     }
     const bool is_quiet = is_over_ && (op_ == Op::kRead || flow_.left() == 0);
     if (is_quiet && !refusal_.empty()) {
-        throw NativeError(make_error(Status::kInvalidAddr, call, text(what(), ", ", refusal_)));
+        throw NativeError(make_error(Status::kInvalidAddr, call, text(what(), refusal_)));
     }
     return is_quiet;
 }
