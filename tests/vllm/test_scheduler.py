@@ -37,8 +37,10 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from pynixlkv.connector.metadata import AgentMetadata
 from pynixlkv.connector.worker import Finished
-from pynixlkv.errors import ConfigError
+from pynixlkv.errors import CompatMismatch, ConfigError
+from pynixlkv.handshake import fetch
 from pynixlkv.vllm import PyNixlKVConnector, connector, releases
 from pynixlkv.vllm.content import content_digest
 
@@ -724,6 +726,24 @@ class FakeWorker:
     def get_finished(self):
         finished, self.finished = self.finished, Finished()
         return finished
+
+
+def test_the_facts_that_are_served_are_those_of_the_workers(base):
+    """Loading a model changes its settings, in the processes of the workers alone."""
+    producer = Side(base, PRODUCER).scheduler.connector
+    hello = AgentMetadata(PRODUCER, (0, 0), b"hello")
+    loaded = {(0, 0): connector._WorkerHello(hello, {"config.tuning": "false"})}
+    producer.set_xfer_handshake_metadata_pp_aware(loaded)
+    try:
+        ask = functools.partial(fetch, producer._side.address, engine_id=PRODUCER)
+        assert ask(compatibility={"config.tuning": "false"}).hellos == {(0, 0): b"hello"}
+        with pytest.raises(CompatMismatch, match=r"config.tuning is 'true' here, 'false' there"):
+            ask(compatibility={"config.tuning": "true"})
+    finally:
+        producer.shutdown()
+    unlike = connector._WorkerHello(hello, {"config.tuning": "true"})
+    with pytest.raises(ConfigError, match=r"rank \(0, 1\) of engine .*'config.tuning': 'true'"):
+        producer.set_xfer_handshake_metadata_pp_aware({**loaded, (0, 1): unlike})
 
 
 def worker_of(side):
