@@ -1,11 +1,15 @@
 #include "ucx/address.hpp"
 
 #include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "base/bytes.hpp"
@@ -146,6 +150,69 @@ std::string_view worker_id(std::string_view address) {
     return address.substr(std::min<std::size_t>(address.size(), 1), sizeof(std::uint64_t));
 }
 
+namespace {
+
+/// `uct_tcp_device_addr_t` in src/uct/tcp/tcp.h: flags, the family, its address. Empty for other
+/// transports.
+std::string network_address(const Transport& transport) {
+    const std::string_view device = transport.device;
+    if (transport.name != kTcp || device.size() < 2) {
+        return "";
+    }
+    const bool is_v4 = device[1] == AF_INET;
+    if ((device[0] & 1) != 0) {  // loopback
+        return is_v4 ? std::string("\x7f\0\0\x01", 4) : std::string(15, '\0') + '\x01';
+    }
+    const std::size_t length = is_v4 ? sizeof(in_addr) : sizeof(in6_addr);
+    return device.size() == 2 + length ? std::string(device.substr(2)) : "";
+}
+
+/// Whether the system knows a way to an address; sends nothing.
+bool has_route(const std::string& ip) {
+    sockaddr_in6 v6{};
+    sockaddr_in v4{};
+    auto* place = reinterpret_cast<sockaddr*>(&v4);
+    socklen_t size = sizeof v4;
+    if (ip.size() == sizeof v4.sin_addr) {
+        v4.sin_family = AF_INET;
+        v4.sin_port = 1;  // any
+        std::memcpy(&v4.sin_addr, ip.data(), ip.size());
+    } else {
+        v6.sin6_family = AF_INET6;
+        v6.sin6_port = 1;
+        std::memcpy(&v6.sin6_addr, ip.data(), std::min(ip.size(), sizeof v6.sin6_addr));
+        place = reinterpret_cast<sockaddr*>(&v6);
+        size = sizeof v6;
+    }
+    const int fd = ::socket(place->sa_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    const bool is_known =
+        ::connect(fd, place, size) == 0 || (errno != ENETUNREACH && errno != EHOSTUNREACH);
+    if (fd >= 0) {
+        ::close(fd);
+    }
+    return is_known;
+}
+
+/// UCX skips transports whose name it does not know.
+void take_out(std::string& address, const Transport& transport) {
+    const std::uint16_t unknown = 0;
+    std::memcpy(address.data() + transport.place, &unknown, sizeof unknown);
+}
+
+}  // namespace
+
+std::string without_unroutable(std::string_view address, std::string_view own) {
+    std::string kept(address);
+    for (const Transport& transport :
+         read_both(own, address).second.value_or(std::vector<Transport>())) {
+        const std::string ip = network_address(transport);
+        if (!ip.empty() && !has_route(ip)) {
+            take_out(kept, transport);
+        }
+    }
+    return kept;
+}
+
 std::string without_other_processes(std::string_view address, std::string_view own,
                                     std::optional<pid_t> process) {
     std::string kept(address);
@@ -157,9 +224,7 @@ std::string without_other_processes(std::string_view address, std::string_view o
     for (const Transport& their : *theirs) {
         if (their.name == kCma && (cma == nullptr || their.device == cma->device) &&
             their.process() != static_cast<std::uint32_t>(process.value_or(0))) {
-            // UCX skips transports whose name it does not know.
-            const std::uint16_t unknown = 0;
-            std::memcpy(kept.data() + their.place, &unknown, sizeof unknown);
+            take_out(kept, their);
         }
     }
     return kept;
@@ -169,18 +234,8 @@ std::vector<std::string> network_addresses(std::string_view own) {
     std::vector<std::string> addresses;
     for (const Transport& transport :
          read_both(own, own).first.value_or(std::vector<Transport>())) {
-        // `uct_tcp_device_addr_t` in src/uct/tcp/tcp.h: flags, the family, its address.
-        const std::string_view device = transport.device;
-        if (transport.name != kTcp || device.size() < 2) {
-            continue;
-        }
-        const bool is_v4 = device[1] == AF_INET;
-        const std::size_t length = is_v4 ? sizeof(in_addr) : sizeof(in6_addr);
-        if ((device[0] & 1) != 0) {  // loopback
-            addresses.emplace_back(is_v4 ? std::string("\x7f\0\0\x01", 4)
-                                         : std::string(15, '\0') + '\x01');
-        } else if (device.size() == 2 + length) {
-            addresses.emplace_back(device.substr(2));
+        if (std::string ip = network_address(transport); !ip.empty()) {
+            addresses.push_back(std::move(ip));
         }
     }
     return addresses;

@@ -24,6 +24,10 @@ namespace pynixlkv::ucx {
 [[nodiscard]] std::string without_other_processes(std::string_view address, std::string_view own,
                                                   std::optional<pid_t> process);
 
+/// The address without tcp's internet addresses that no route leads to: each time that it fails to
+/// connect to one, UCX (1.22, 1.23) leaves a socket open.
+[[nodiscard]] std::string without_unroutable(std::string_view address, std::string_view own);
+
 /// The internet addresses of the network devices that UCX uses for tcp, as bytes.
 [[nodiscard]] std::vector<std::string> network_addresses(std::string_view own);
 

@@ -267,7 +267,8 @@ std::unique_ptr<transfer::Connection> UcxDriver::connect(const std::string& name
         throw Error("WireError", text("the UCX address of peer '", name, "', ",
                                       description.address.size(), " bytes, is damaged"));
     }
-    const std::string address = without_other_processes(description.address, own, process);
+    const std::string address =
+        without_unroutable(without_other_processes(description.address, own, process), own);
     auto endpoint = std::make_shared<Endpoint>(worker_, address, errors_);
     auto regions = unpack_regions(endpoint, description);
     std::shared_ptr<Endpoint> spare;

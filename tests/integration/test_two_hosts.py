@@ -16,7 +16,7 @@ from namespaces import TwoHosts
 
 from pynixlkv.cli.demo import run_demo
 from pynixlkv.cli.rank import DemoOptions
-from pynixlkv.errors import PeerLostError, TransferTimeout
+from pynixlkv.errors import PeerLostError, TransferTimeout, UcxError
 from pynixlkv.nixl import NixlAgent
 from pynixlkv.testing import process
 from pynixlkv.testing.conformance import rows
@@ -201,6 +201,35 @@ def test_a_host_that_cannot_be_reached_fails_the_transfer_by_its_deadline(hosts,
     hosts.run(0, "ip", "address", "add", *address)
     reader.send("reachable again")
     reader.finish()
+    owner.send("end")
+    owner.finish()
+
+
+def connect_in_vain(peer, hello):
+    """Connect again and again; return the errors, and how many descriptors they have cost."""
+    with UcxAgent("reader", config=TCP) as agent:
+        owner = agent.connect(hello)
+        assert agent.is_alive(owner)
+        agent.disconnect(owner)
+        peer.send("connected")
+        peer.receive()
+        process, errors, before = psutil.Process(), set(), []
+        for _ in range(20):
+            with pytest.raises((UcxError, PeerLostError)) as caught:
+                agent.connect(hello)
+            errors.add(type(caught.value))
+            before.append(process.num_fds())
+        return errors, before[-1] - before[0]
+
+
+def test_connecting_without_a_route_costs_no_descriptor(hosts, start_peer):
+    owner = start_peer(own, prefix=hosts.enter(0))
+    hello, _ = owner.receive()
+    reader = start_peer(connect_in_vain, hello, prefix=hosts.enter(1))
+    assert reader.receive() == "connected"
+    hosts.plug(connected=False)
+    reader.send("unplugged")
+    assert reader.finish() == ({UcxError}, 0)
     owner.send("end")
     owner.finish()
 
