@@ -321,6 +321,7 @@ class ProbeResult:
     plugins: tuple[PluginReport, ...]
     ucx_version: str
     transports: tuple[str, ...]
+    driver: tuple[str, bool] = ("", False)  # as of `_native.transfer.device_driver`
 
 
 def _probe(library: str) -> ProbeResult:
@@ -373,17 +374,23 @@ def transports_of_nixl(config: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
 
 def summary(transports: tuple[str, ...]) -> str:
     """Return in one line how memory moves with a UCX's transports, and what is missing."""
+    from pynixlkv import _native
+
     names = {transport.split("/")[0] for transport in transports}
+    driver = ("", False)
+    if "cuda_copy" in names:  # this process has opened the driver
+        driver = _native.transfer.device_driver()
     host = ", ".join(sorted(name for name in names if not name.startswith("cuda")))
     parts = [f"host memory moves by {host}"] if host else []
-    parts += [f"GPU memory, {way}" for way in _device_memory(transports)]
-    return "; ".join(parts + [f"missing {what}" for what in _missing(transports)])
+    parts += [f"GPU memory, {way}" for way in _device_memory(transports, driver)]
+    return "; ".join(parts + [f"missing {what}" for what in _missing(transports, driver)])
 
 
-def _missing(transports: tuple[str, ...]) -> list[str]:
+def _missing(transports: tuple[str, ...], driver: tuple[str, bool]) -> list[str]:
     if not transports:
         return ["UCX: NIXL's UCX plugin could not be loaded, or its UCX could not be started"]
     names = {transport.split("/")[0] for transport in transports}
+    problem, has_dma_buf = driver
     missing = []
     if "cma" not in names:
         missing.append(
@@ -392,16 +399,16 @@ def _missing(transports: tuple[str, ...]) -> list[str]:
         )
     if not any(name.startswith("cuda") for name in names):
         missing.append(
-            "VRAM: this UCX could not open a CUDA transport; needs an NVIDIA GPU and its driver "
-            "(libcuda.so.1)"
+            "VRAM: this UCX could not open a CUDA transport; "
+            + (problem or "needs an NVIDIA GPU and its driver (libcuda.so.1)")
         )
     if not has_rdma(names):
         missing.append("RDMA: this UCX could not open an RDMA device; needs one and its driver")
-    elif "cuda_copy" in names and not _PEERMEM.exists():
+    elif "cuda_copy" in names and not has_dma_buf and not _PEERMEM.exists():
         missing.append(
-            "GPUDirect RDMA: nvidia_peermem is not loaded; where the kernel or the driver lacks "
-            "dma-buf, GPU memory passes through host memory on its way to other hosts: "
-            "modprobe nvidia_peermem"
+            "GPUDirect RDMA: nvidia_peermem is not loaded and the driver has no dma-buf, so GPU "
+            "memory passes through host memory on its way to other hosts: modprobe nvidia_peermem, "
+            "or install NVIDIA's open kernel modules"
         )
     return missing
 
@@ -411,7 +418,7 @@ def has_rdma(names: set[str]) -> bool:
     return any(name.startswith(("rc", "dc", "ud", "srd")) for name in names)
 
 
-def _device_memory(transports: tuple[str, ...]) -> tuple[str, ...]:
+def _device_memory(transports: tuple[str, ...], driver: tuple[str, bool]) -> tuple[str, ...]:
     """Return how GPU memory moves with these transports."""
     names = {transport.split("/")[0] for transport in transports}
     if "cuda_copy" not in names:
@@ -419,10 +426,12 @@ def _device_memory(transports: tuple[str, ...]) -> tuple[str, ...]:
     same_host = "cuda_ipc, from GPU to GPU" if "cuda_ipc" in names else "through host memory"
     if not has_rdma(names):
         others = "through host memory and TCP"
+    elif driver[1]:
+        others = "GPUDirect RDMA, by dma-buf"
     elif _PEERMEM.exists():
         others = "GPUDirect RDMA, by nvidia_peermem"
     else:
-        others = "GPUDirect RDMA where the kernel and the driver have dma-buf"
+        others = "through host memory and RDMA"
     return f"same host: {same_host}", f"other hosts: {others}"
 
 
@@ -445,7 +454,7 @@ def native_report() -> NativeReport:
     except (LibraryNotFoundError, subprocess.TimeoutExpired, ValueError) as error:
         missing.insert(0, f"NIXL: {error}")
     else:
-        missing += _missing(probed.transports)
+        missing += _missing(probed.transports, probed.driver)
         missing += [f"NIXL plugin {p.name}: {p.problem}" for p in probed.plugins if p.problem]
     has_cuda = any(transport.startswith("cuda") for transport in probed.transports)
     declared = {memory for p in probed.plugins if not p.problem for memory in p.memory_types}
@@ -457,6 +466,6 @@ def native_report() -> NativeReport:
         plugins=probed.plugins,
         transports=probed.transports,
         memory_types=tuple(sorted(m for m in declared if m != "VRAM" or has_cuda)),
-        device_memory=_device_memory(probed.transports),
+        device_memory=_device_memory(probed.transports, probed.driver),
         missing=tuple(missing),
     )

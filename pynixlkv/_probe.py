@@ -62,7 +62,7 @@ def main(path: str) -> None:
     """Probe the library and print the result."""
     agent = _native.nixl.NativeAgent(_native.nixl.Library(path), "pynixlkv-probe")
     # In this order: the plugins load the UCX.
-    result = ProbeResult(probe_plugins(agent), *probe_ucx())
+    result = ProbeResult(probe_plugins(agent), *probe_ucx(), _native.transfer.device_driver())
     sys.stdout.write("\n" + msgspec.json.encode(result).decode() + "\n")
 
 

@@ -208,9 +208,8 @@ class Agent(Closeable, ABC):
             msgspec.structs.replace(span, read_only=True) if read_only else span
             for span, read_only in zip(spans, native.read_only, strict=True)
         )
-        registration = Registration(self, native, spans, memory)
+        registration = Registration(self, native, _with_kinds(spans), memory)
         self._registrations[id(native)] = registration
-        _warn_of_kinds(span for span in spans if span.memory is MemoryType.VRAM)
         return registration
 
     def _deregister(self, native: _native.transfer.Registration) -> None:
@@ -274,25 +273,39 @@ class Agent(Closeable, ABC):
         native = self._native.connect(
             body.agent, body.incarnation, body.metadata, *_span_arrays(body.spans)
         )
-        peer = Peer(native, body.geometries)
-        self._warn_of_staging(peer, body.spans)
+        theirs = [span for span in body.spans if span.memory is MemoryType.VRAM]
+        is_closed = bool(theirs) and not any(span.is_exportable for span in theirs)
+        peer = Peer(native, body.geometries, {"cuda_ipc"} if is_closed else set())
+        self._warn_of_staging(peer, theirs)
         return peer
 
-    def _warn_of_staging(self, peer: Peer, spans: Iterable[MemorySpan]) -> None:
+    def _warn_of_staging(self, peer: Peer, theirs: list[MemorySpan]) -> None:
         """Say so if GPU memory of either side has no way to the other but through the host."""
-        mine = [span for r in self.registrations for span in r.spans]
-        sizes = [s.nbytes for s in (*mine, *spans) if s.memory is MemoryType.VRAM]
-        if not sizes:
+        spans = (span for each in self.registrations for span in each.spans)
+        mine = [span for span in spans if span.memory is MemoryType.VRAM]
+        if not mine and not theirs:
             return
-        names = set(peer.transports) or {each.split("/")[0] for each in self._transports()}
-        if names and "cuda_ipc" not in names and not has_rdma(names):
+        names = set(peer.transports)
+        if not names:  # NIXL's: what its UCX has opened, as far as it can reach the peer
+            names = {each.split("/")[0] for each in self._transports()} - peer._unused
+            names -= set() if peer._native.is_local else {"cuda_ipc"}
+        # The side that posts opens the other's memory; network cards reach into both.
+        has_ipc, has_cards = "cuda_ipc" in names, has_rdma(names)
+        staged = [s for s in mine if not has_ipc and not (has_cards and s.is_rdma_capable)]
+        staged += [
+            s
+            for s in theirs
+            if not (has_ipc and s.is_exportable) and not (has_cards and s.is_rdma_capable)
+        ]
+        if staged and names:
             _log.warning(
                 "GPU memory, %.1f MiB of both sides, moves to and from peer %r through host memory "
                 "and %s, %.1f KiB for each token: UCX has neither cuda_ipc (for processes of one "
-                "host) nor RDMA here; see pynixlkv.native_report()",
-                sum(sizes) / (1 << 20),
+                "host) nor RDMA for it; see pynixlkv.native_report(), and what the log says of "
+                "its allocation",
+                sum(span.nbytes for span in staged) / (1 << 20),
                 peer.name,
-                ", ".join(sorted(names - {"cuda_copy", "self"})),
+                ", ".join(sorted(names - {"cuda_copy", "cuda_ipc", "self"})),
                 max(map(_bytes_per_token, peer.geometries), default=0.0) / (1 << 10),
             )
 
@@ -647,15 +660,19 @@ def _bytes_per_token(geometry: Geometry) -> float:
     )
 
 
-def _warn_of_kinds(spans: Iterable[MemorySpan]) -> None:
-    """Say so if device memory was allocated so that peers reach it through the host alone."""
+def _with_kinds(spans: tuple[MemorySpan, ...]) -> tuple[MemorySpan, ...]:
+    """Say of device memory what can reach it, and warn of what only the host's copies can."""
     from pynixlkv import _native
 
+    found = []
     sizes: Counter[tuple[int, str, str, bool, bool]] = Counter()
     for span in spans:
-        kind = _native.transfer.device_memory_kind(span.address)
+        is_on_device = span.memory is MemoryType.VRAM
+        kind = _native.transfer.device_memory_kind(span.address) if is_on_device else None
         if kind is not None:
             sizes.update({(span.device, *kind): span.nbytes})
+            span = msgspec.structs.replace(span, is_exportable=kind[2], is_rdma_capable=kind[3])
+        found.append(span)
     for (device, name, advice, is_exportable, is_rdma_capable), nbytes in sizes.items():
         unable = [] if is_exportable else ["other processes of this host"]
         if not is_rdma_capable and (cards := rdma_devices()):
@@ -665,6 +682,7 @@ def _warn_of_kinds(spans: Iterable[MemorySpan]) -> None:
             _log.warning(
                 "%s cannot reach: they will be copied through host memory; %s", what, advice
             )
+    return tuple(found)
 
 
 def _span_arrays(

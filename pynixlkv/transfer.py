@@ -22,6 +22,7 @@ from pynixlkv.types import AgentName, TransferState
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Sequence
+    from collections.abc import Set as AbstractSet
 
     from pynixlkv import _native
     from pynixlkv.geometry import Geometry
@@ -93,9 +94,15 @@ class TransferResult:
 class Peer(Uncopied):
     """One generation of a remote agent; made by `Agent.connect`."""
 
-    def __init__(self, native: _native.transfer.Peer, geometries: Sequence[Geometry]) -> None:
+    def __init__(
+        self,
+        native: _native.transfer.Peer,
+        geometries: Sequence[Geometry],
+        unused: AbstractSet[str] = frozenset(),
+    ) -> None:
         self._native = native
         self._geometries = tuple(geometries)
+        self._unused = unused
         self._plans: weakref.WeakSet[TransferPlan] = weakref.WeakSet()
 
     @property
@@ -113,9 +120,10 @@ class Peer(Uncopied):
         """UCX's transports to it, such as ``cuda_ipc``; empty under NIXL, which does not say.
 
         Those of `UcxAgent` for host memory: ``process_vm``, vectored copies by the kernel, or
-        ``lane``, a connection of TCP.
+        ``lane``, a connection of TCP. Without ``cuda_ipc`` if the peer's memory of a GPU cannot be
+        opened: it moves through host memory.
         """
-        return tuple(self._native.transports)
+        return tuple(name for name in self._native.transports if name not in self._unused)
 
     @property
     def is_connected(self) -> bool:

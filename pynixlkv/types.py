@@ -79,6 +79,10 @@ class MemorySpan(
     """Device ordinal; 0 for host memory."""
     read_only: bool = False
     """Whether it is a source only: transfers read from it, and none writes to it."""
+    is_exportable: bool = True
+    """Whether other processes of its host can open it; set by `Agent.register`."""
+    is_rdma_capable: bool = True
+    """Whether network cards can reach it; set by `Agent.register`."""
 
 
 @dataclass(frozen=True)

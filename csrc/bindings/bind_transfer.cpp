@@ -151,6 +151,7 @@ void bind_transfer(py::module_ m) {
         .def_property_readonly("name", &Peer::name)
         .def_property_readonly("generation", &Peer::generation)
         .def_property_readonly("transports", [](const Peer& p) { return p.transports(); })
+        .def_property_readonly("is_local", &Peer::is_local)
         .def_property_readonly("state", [](const Peer& p) { return static_cast<int>(p.state()); });
 
     py::classh<Transfer>(m, "Transfer")
@@ -292,6 +293,16 @@ void bind_transfer(py::module_ m) {
                          [name, network] { return std::make_unique<FakeDriver>(name, network); });
         },
         py::arg("name"), py::arg("incarnation"), py::arg("network"));
+
+    m.def(
+        "device_driver",
+        [] {
+            auto state = DeviceContexts::driver_state();
+            return std::tuple(std::move(state.problem), state.has_dma_buf);
+        },
+        ReleaseGil(),
+        "Open the CUDA driver; return why device memory cannot be used, empty if it can, and "
+        "whether network cards reach all GPUs by dma-buf.");
 
     m.def(
         "nixl_agent",

@@ -52,6 +52,7 @@ class CudaDriver {
     int (*get_version)(int*) = symbol("cuDriverGetVersion");
     int (*get_error_string)(int, const char**) = symbol("cuGetErrorString");
     int (*device_count)(int*) = symbol("cuDeviceGetCount");
+    int (*device_attribute)(int*, int, int) = symbol("cuDeviceGetAttribute");
     int (*retain)(void**, int) = symbol("cuDevicePrimaryCtxRetain");
     int (*release)(int) = symbol("cuDevicePrimaryCtxRelease_v2");
     int (*get_state)(int, unsigned*, int*) = symbol("cuDevicePrimaryCtxGetState");
@@ -177,6 +178,30 @@ std::optional<DeviceContexts::MemoryKind> DeviceContexts::kind_of(std::uint64_t 
     }
     return MemoryKind{"memory of cudaMalloc", "register it in the process that allocated it",
                       is_legacy, is_rdma_capable};
+}
+
+DeviceContexts::DriverState DeviceContexts::driver_state() {
+    constexpr int kDmaBufSupported = 124;  // CUdevice_attribute
+    const CudaDriver* driver = nullptr;
+    try {
+        driver = CudaDriver::get();
+    } catch (const Error& e) {
+        return {e.what(), false};
+    }
+    if (driver == nullptr) {
+        return {"needs an NVIDIA GPU and its driver (libcuda.so.1)", false};
+    }
+    int count = 0;
+    (void)driver->device_count(&count);
+    DriverState state;
+    state.has_dma_buf = count > 0;
+    for (int device = 0; device < count; ++device) {
+        int is_supported = 0;
+        state.has_dma_buf &=
+            driver->device_attribute(&is_supported, kDmaBufSupported, device) == 0 &&
+            is_supported != 0;
+    }
+    return state;
 }
 
 DeviceContexts::Scope::~Scope() {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "base/descriptor.hpp"
@@ -70,6 +71,13 @@ class DeviceContexts {
     };
     /// @return nothing for other memory, and if the CUDA driver fails
     [[nodiscard]] static std::optional<MemoryKind> kind_of(std::uint64_t address) noexcept;
+
+    /// What the CUDA driver can do; opens it.
+    struct DriverState {
+        std::string problem;       ///< why device memory cannot be used; empty if it can
+        bool has_dma_buf = false;  ///< whether network cards reach all GPUs by dma-buf
+    };
+    [[nodiscard]] static DriverState driver_state();
 
   private:
     void* retain(const CudaDriver& driver, int device);

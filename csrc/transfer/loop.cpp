@@ -631,8 +631,8 @@ std::shared_ptr<Peer> Loop::connect(const std::string& name, const std::string& 
     auto process = PeerProcess::of(incarnation);
     link->connection =
         driver_->connect(name, metadata, process ? std::optional(process->id()) : std::nullopt);
+    link->peer->set_way(link->connection->transports(), process.has_value());
     link->process = std::move(process);
-    link->peer->set_transports(link->connection->transports());
     links_[name] = link;
     all_wake_ &= shared_->wake_socket.wake_peer(incarnation);
     if (driver_->event_fd() < 0) {

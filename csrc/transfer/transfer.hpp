@@ -92,10 +92,15 @@ class Peer : LiveCounted<Peer> {
     [[nodiscard]] const std::vector<std::string>& transports() const noexcept {
         return transports_;
     }
+    /// Whether it is known to be a process of this host.
+    [[nodiscard]] bool is_local() const noexcept { return is_local_; }
 
     // ---- agent's thread ----
     /// Before any other thread knows the peer.
-    void set_transports(std::vector<std::string> names) { transports_ = std::move(names); }
+    void set_way(std::vector<std::string> transports, bool is_local) {
+        transports_ = std::move(transports);
+        is_local_ = is_local;
+    }
     void set_memory(MemoryMap memory) {
         const std::lock_guard lock(mutex_);
         memory_ = std::move(memory);
@@ -110,6 +115,7 @@ class Peer : LiveCounted<Peer> {
     const std::string name_;
     const std::string incarnation_;
     std::vector<std::string> transports_;
+    bool is_local_ = false;
     const std::uint64_t generation_;
     std::atomic<PeerState> state_{PeerState::kConnected};
     mutable std::mutex mutex_;  // guards what follows

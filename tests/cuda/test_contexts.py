@@ -6,6 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from cuda_memory import (
@@ -23,6 +24,7 @@ from cuda_memory import (
 
 from pynixlkv import _loader
 from pynixlkv.errors import RegistrationError, RegistrationInUseError, TransferTimeout
+from pynixlkv.hello import Hello
 from pynixlkv.nixl import NixlAgent
 from pynixlkv.plan import TransferPlan
 from pynixlkv.testing import FakeAgent, FakeNetwork
@@ -34,6 +36,7 @@ from pynixlkv.ucx import UcxAgent
 
 BACKENDS = pytest.mark.parametrize("make", [UcxAgent, NixlAgent], ids=["ucx", "nixl"])
 BLOCKS = range(Pool.NUM_BLOCKS)
+THROUGH_HOST = "moves to and from peer 'remote' through host memory and "
 TWO_CARDS = pytest.mark.usefixtures("two_cards")
 
 
@@ -157,13 +160,47 @@ def test_memory_of_each_kind_moves_and_is_named_if_it_is_slow(
     before = count("ipc open")
     agent, remote, peer = connect(make, pool, make_pool)
     check_both_ways(agent, pool, peer, remote)
-    if setting is None:
-        assert count("ipc open") > before
-        assert "other processes of this host cannot reach" not in caplog.text
-    else:
-        assert count("ipc open") == before
-        assert "other processes of this host cannot reach" in caplog.text
+    used = read_all(agent, pool, peer).wait(WAIT_S).transports
+    assert used == peer.transports
+    assert "tcp" in used or make is NixlAgent
+    is_direct = setting is None
+    assert (count("ipc open") > before) is is_direct
+    assert ("cuda_ipc" in used) is (is_direct and make is UcxAgent)
+    assert ("other processes of this host cannot reach" in caplog.text) is not is_direct
+    assert (f"GPU memory, 0.5 MiB of both sides, {THROUGH_HOST}" in caplog.text) is not is_direct
+    if setting is not None:
         assert setting in caplog.text
+
+
+@pytest.mark.stub
+@BACKENDS
+def test_the_kind_of_the_peers_memory_decides(make, connect, caplog):
+    # The side that posts opens the memory of the other.
+    mine, theirs = VmmPool(), DevicePool()
+    before = count("ipc open")
+    agent, remote, peer = connect(make, mine)
+    check_both_ways(agent, mine, peer, remote)
+    assert count("ipc open") > before
+    assert THROUGH_HOST not in caplog.text
+    other, remote, peer = connect(make, theirs, VmmPool, name="other")
+    opened = count("ipc open")
+    check_both_ways(other, theirs, peer, remote)
+    assert count("ipc open") == opened
+    assert f"GPU memory, 0.5 MiB of both sides, {THROUGH_HOST}" in caplog.text
+
+
+@pytest.mark.stub
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_nixl_peer_of_another_host_is_reached_through_this_one(is_here, connect, caplog):
+    # NIXL does not say which transports it uses; cuda_ipc is one between processes of a host.
+    agent, remote, peer = connect(NixlAgent, DevicePool())
+    assert THROUGH_HOST not in caplog.text
+    agent.disconnect(peer)
+    body = Hello.unseal(remote.hello())
+    if not is_here:
+        body = msgspec.structs.replace(body, incarnation=os.urandom(16))
+    agent.connect(body.seal())
+    assert (THROUGH_HOST in caplog.text) is not is_here
 
 
 @BACKENDS

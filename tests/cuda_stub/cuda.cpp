@@ -11,6 +11,7 @@
 ///
 /// Environment: CUDA_STUB_DEVICES, number of cards (default 2); CUDA_VISIBLE_DEVICES as for CUDA;
 /// CUDA_STUB_VERSION, the driver's version (default 12090); CUDA_STUB_INIT_ERROR, cuInit's result;
+/// CUDA_STUB_DMA_BUF, whether cards have dma-buf (default 0);
 /// CUDA_STUB_DEAF_TO, part of the name of a library whose changes of the context have no effect.
 
 #include <dlfcn.h>
@@ -569,6 +570,9 @@ Result cuDeviceGetAttribute(int* value, int attribute, int device) {
         case 102:  // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         case 103:  // HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
             *value = 1;
+            break;
+        case 124:  // DMA_BUF_SUPPORTED; a kernel module's, which need not be there
+            *value = number("CUDA_STUB_DMA_BUF", 0);
             break;
         default:
             *value = 0;

@@ -244,23 +244,25 @@ def test_native_report_says_what_works():
 
 
 @pytest.mark.parametrize(
-    ("transports", "has_peermem", "ways", "is_incomplete"),
+    ("transports", "has_peermem", "has_dma_buf", "ways", "is_incomplete"),
     [
-        ("tcp cma", True, [], False),
-        ("tcp cuda_copy", False, ["through host memory", "through host memory and TCP"], False),
-        ("tcp cuda_copy cuda_ipc rc_mlx5", True, ["cuda_ipc", "by nvidia_peermem"], False),
-        ("tcp cuda_copy cuda_ipc rc_mlx5", False, ["cuda_ipc", "dma-buf"], True),
+        ("tcp cma", True, True, [], False),
+        ("tcp cuda_copy", False, True, ["through host memory", "host memory and TCP"], False),
+        ("tcp cuda_copy cuda_ipc rc_mlx5", True, False, ["cuda_ipc", "by nvidia_peermem"], False),
+        ("tcp cuda_copy cuda_ipc rc_mlx5", False, True, ["cuda_ipc", "by dma-buf"], False),
+        ("tcp cuda_copy rc_mlx5", False, False, ["host memory", "host memory and RDMA"], True),
     ],
 )
 def test_the_report_says_how_gpu_memory_moves(
-    transports, has_peermem, ways, is_incomplete, tmp_path, monkeypatch
+    transports, has_peermem, has_dma_buf, ways, is_incomplete, tmp_path, monkeypatch
 ):
+    driver = ("", has_dma_buf)
     monkeypatch.setattr(_loader, "_PEERMEM", tmp_path if has_peermem else tmp_path / "none")
     opened = tuple(f"{name}/device" for name in transports.split())
-    found = _loader._device_memory(opened)
+    found = _loader._device_memory(opened, driver)
     assert len(found) == len(ways)
     assert all(way in line for way, line in zip(ways, found, strict=True))
-    missing = _loader._missing(opened)
+    missing = _loader._missing(opened, driver)
     assert any(line.startswith("GPUDirect") for line in missing) is is_incomplete
 
 
