@@ -24,8 +24,8 @@ TIMEOUT_S = 100
 
 
 def make_cases(device, series, total_bytes=TOTAL_BYTES, sizes=SIZES):
-    """Return the cases of a device of torch; with "cpu" they run anywhere."""
-    transport = "cuda_ipc" if device.startswith("cuda") else "cma"
+    """Return the cases of a device, as in `DeviceCase`; with "cpu" they run anywhere."""
+    transport = "cma" if device == "cpu" else "cuda_ipc"
     return [
         DeviceCase(
             transport, direction, "scattered", size, total_bytes // size, 64, series,

@@ -3,7 +3,7 @@
 Conformance and kills over device memory by both transfer backends, transfers next to a copy inside
 the card, and two vLLM engines on one card. Each part has a deadline, and the report is complete up
 to the part that ended it. ``--rehearse`` runs the same parts where there is no card, with a few
-cases each: over the driver of tests/cuda_stub, or over ordinary memory.
+cases each: over the driver of tests/cuda_stub, or over ordinary memory. vLLM's engines need a card.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SHOWN_LINES = 60
+STUB_DEVICE = "card:1"
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=-ra --benchmark-disable")
 
 
@@ -57,6 +58,11 @@ def parts(device):
             needs_engines=True,
         ),
     ]
+
+
+def has_stub():
+    """Return whether the CUDA driver is that of tests/cuda_stub."""
+    return "cuda_stub" in os.environ.get("LD_LIBRARY_PATH", "")
 
 
 def environment():
@@ -115,11 +121,19 @@ def main(arguments=None):
             report.write(text + "\n")
             report.flush()
 
-        about = "A rehearsal: no card was used." if options.rehearse else "On a card."
+        about = "On a card."
+        if options.rehearse:
+            what = f"the driver of tests/cuda_stub ({STUB_DEVICE})" if has_stub() else "host memory"
+            about = (
+                f"A rehearsal over {what}: no card was used, times mean nothing, and no vLLM "
+                "engine was started, because its kernels need a card."
+            )
         add(f"# pynixlkv over device memory\n\n{about}\n")
         if shutil.which("nvidia-smi"):
             add(describe("Cards", ["nvidia-smi"], *run(["nvidia-smi"], 60, env), 0))
-        device = "cpu" if options.rehearse else options.device
+        device = options.device
+        if options.rehearse:
+            device = STUB_DEVICE if has_stub() else "cpu"
         for part in parts(device):
             if part.needs_engines and (options.rehearse or not importlib.util.find_spec("vllm")):
                 why = "a rehearsal starts none" if options.rehearse else "vllm is not installed"

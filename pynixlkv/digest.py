@@ -367,15 +367,19 @@ def _entries(group: Group, scope: DigestScope, num_entries: int, start: int) -> 
     return np.flatnonzero(reached & (next_unit * scope.unit < first + group.block_tokens))
 
 
-def as_torch(owner: Any) -> Any:  # noqa: ANN401
-    """Return device memory as a torch tensor, which can copy it."""
+def as_torch(cache: KVCache, group: Group, region: Region) -> Any:  # noqa: ANN401
+    """Return the device memory of a region as a torch tensor, which can copy it."""
+    owner: Any = cache.owner_of(region, group.element_bytes)
     torch = sys.modules.get("torch")
     if torch is None:
         raise ConfigError(
             f"digests of a {type(owner).__name__} in device memory need torch: import it, or set "
             "checksums='off' and self_test=False"
         )
-    return owner if isinstance(owner, torch.Tensor) else torch.as_tensor(owner, device="cuda")
+    if isinstance(owner, torch.Tensor):
+        return owner
+    # Without its number torch would copy the whole to the device that is current.
+    return torch.as_tensor(owner, device=f"cuda:{cache.geometry.spans[region.span].device}")
 
 
 _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
@@ -390,9 +394,9 @@ def _copy_to_host(
     """
     from pynixlkv.geometry import Axis, Geometry
 
-    torch = sys.modules["torch"]
     size = group.element_bytes
-    owner = as_torch(cache.owner_of(region, size))
+    owner = as_torch(cache, group, region)
+    torch = sys.modules["torch"]
     # Not every device can gather every element type, but integers.
     words = owner.view(getattr(torch, _WORDS[size])) if size in _WORDS else owner
     names = ("block", "layer", "kv", "head", "token", "dim")

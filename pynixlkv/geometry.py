@@ -444,11 +444,11 @@ def _read_array(name: str, array: Any) -> _Array:  # noqa: ANN401
 
 
 def _read_tensor(name: str, tensor: Any) -> _Array:  # noqa: ANN401
-    memories = {"cpu": MemoryType.DRAM, "cuda": MemoryType.VRAM}
+    memories = {"cpu": MemoryType.DRAM, "cuda": MemoryType.VRAM, "xpu": MemoryType.VRAM}
     if str(tensor.layout) != "torch.strided" or tensor.device.type not in memories:
         raise LayoutError(
             f"tensor {name!r} is {tensor.layout} on {tensor.device}; expected a strided tensor "
-            "on cpu or cuda"
+            "on cpu, cuda or xpu"
         )
     if tensor.is_conj() or tensor.is_neg():
         raise LayoutError(

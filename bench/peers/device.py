@@ -1,4 +1,4 @@
-"""Memory of torch, on a GPU or on the host, for the ends of `pynixlkv bench`."""
+"""Memory of torch or of the CUDA driver, for the ends of `pynixlkv bench`."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,10 @@ from pynixlkv.cli.bench.transfers import BenchWorker, Memory
 
 @dataclass(frozen=True)
 class DeviceCase(Case):
-    """A case whose ends have memory of a device of torch, or of numpy if the device is None."""
+    """A case whose ends have memory of a device, or of numpy if the device is None.
+
+    The device is torch's, or as "card:0" the driver's, where torch has no CUDA.
+    """
 
     initiator_device: str | None = None
     target_device: str | None = None
@@ -27,6 +30,7 @@ class DeviceMemory(Memory):
 
         self.buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self.address = int(self.buffer.data_ptr())
+        self.device = self.buffer.device.index or 0
 
     def fill(self, *values):
         import torch
@@ -63,9 +67,32 @@ class DeviceMemory(Memory):
         return copy
 
 
+class CardMemory(Memory):
+    """Memory of the driver of tests/cuda_stub; copies inside the card pass through the host."""
+
+    def __init__(self, nbytes, device):
+        from tests.support.cuda_memory import DeviceArray
+
+        self.buffer = DeviceArray([nbytes], np.uint8, device)
+        self.address, self.device = self.buffer.address, device
+
+    def fill(self, *values):
+        self.buffer.write(*values or (np.full(self.buffer.shape, 0xA5),))
+
+    def count_wrong(self, expected):
+        return int(np.count_nonzero(self.buffer.read() != expected))
+
+    def make_copier(self, source, order, piece_bytes):
+        return lambda: self.fill(source.buffer.read().reshape(-1, piece_bytes)[order].reshape(-1))
+
+
 class DeviceWorker(BenchWorker):
     def make_memory(self, case, role, series):
         device = case.initiator_device if role == "initiator" else case.target_device
         if series is Series.memcpy:  # inside the GPU if an end is there
             device = case.initiator_device or case.target_device
-        return DeviceMemory(case.memory_bytes, device) if device else Memory(case.memory_bytes)
+        if device is None:
+            return Memory(case.memory_bytes)
+        if device.startswith("card:"):
+            return CardMemory(case.memory_bytes, int(device.partition(":")[2]))
+        return DeviceMemory(case.memory_bytes, device)

@@ -295,7 +295,7 @@ def make_host_tensors(tensors: Mapping[str, Any], *, axes: str, num_blocks: int)
     -------
     dict of str to tensor or pair of tensors
         Same names, types and order of dimensions in memory, without gaps, all zero. Torch tensors
-        for torch tensors, in pinned memory if torch has CUDA; numpy arrays otherwise.
+        for torch tensors, in pinned memory for a device's; numpy arrays otherwise.
 
     Raises
     ------
@@ -321,7 +321,7 @@ def _make_like(tensor: Any, axes: str, num_blocks: int) -> Any:  # noqa: ANN401
     order = sorted(range(len(shape)), key=lambda dim: -abs(strides[dim]))
     ordered, back = [shape[dim] for dim in order], np.argsort(order).tolist()
     if torch is not None and is_torch:
-        pinned = tensor.device.type == "cuda"
+        pinned = tensor.device.type != "cpu"
         made = torch.zeros(ordered, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         return made.permute(back)
     return np.zeros(ordered, tensor.dtype).transpose(back)

@@ -214,8 +214,7 @@ def make_scratch(cache: KVCache) -> KVCache | None:
         for region in regions:
             _fill(memory, group, region)
         if cache.geometry.spans[group.regions[0].span].memory is MemoryType.VRAM:
-            owner: Any = cache.owner_of(group.regions[0], group.element_bytes)
-            owner = as_torch(owner)
+            owner = as_torch(cache, group, group.regions[0])
             memory = sys.modules["torch"].from_numpy(memory).to(owner.device).view(owner.dtype)
         array = _read_array(group.name, memory)
         placed = [replace(each, address=array.address + each.address) for each in regions]

@@ -54,6 +54,20 @@ class TestNixl(_OnCards, AgentConformance):
     make = staticmethod(functools.partial(NixlAgent))
 
 
+class TestNixlFromTheHost(_OnCards, AgentConformance):
+    """Host memory here, where NIXL's progress thread runs, and device memory at the peer."""
+
+    make = staticmethod(functools.partial(NixlAgent))
+    make_pool = Pool
+
+
+class TestNixlToTheHost(_OnCards, AgentConformance):
+    """Device memory here, host memory at the peer."""
+
+    make = staticmethod(functools.partial(NixlAgent))
+    make_remote_pool = Pool
+
+
 class TestNixlThroughTheHost(_OnCards, HungPeerConformance):
     """Between hosts without RDMA."""
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from cuda_memory import DeviceArray, DevicePool, allow, launch, use_cards
+from cuda_memory import DeviceArray, DevicePool, SecondDevicePool, allow, launch, use_cards
 
 from pynixlkv import KVCache, TransferPlan
 from pynixlkv.connector.staging import HostBlockPool, HostStaging, make_host_tensors
@@ -28,8 +28,9 @@ def cards(monkeypatch):
 
 
 @pytest.mark.parametrize("axes", ["KBHND", "BKNHD"])
-def test_digests_of_a_card_are_those_of_the_same_bytes_in_host_memory(axes):
-    host, card = Pool(axes), DevicePool(axes)
+@pytest.mark.parametrize("make_pool", [DevicePool, SecondDevicePool])
+def test_digests_of_a_card_are_those_of_the_same_bytes_in_host_memory(axes, make_pool):
+    host, card = Pool(axes), make_pool(axes)
     host.fill(1)
     card.fill(1)
     blocks = [5, 0, 63]

@@ -14,7 +14,10 @@ def test_the_report_of_a_rehearsal_has_every_part(tmp_path):
     assert status == 0, text
     for part in gpu_report.parts("cpu"):
         assert f"## {part.title}: {'left out' if part.needs_engines else 'ok'}" in text
-    assert "torch sees no CUDA device" in text
+    assert "A rehearsal over the driver of tests/cuda_stub (card:1)" in text
+    assert "no vLLM engine was started" in text
+    assert "3 passed" in text
+    assert "card:1 <- card:1" in text
     assert "no run failed, all bytes that arrived are equal" in text
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from bench.gpu import make_cases
+from bench.gpu_report import STUB_DEVICE, has_stub
 from bench.peers.device import DeviceWorker
 from pynixlkv.cli.bench.cases import Series
 from pynixlkv.cli.bench.run import run_cases
@@ -14,6 +15,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def device():
     torch = pytest.importorskip("torch", reason="torch is not installed")
+    if has_stub():
+        return STUB_DEVICE
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
     return "cuda:0"

@@ -13,6 +13,7 @@ from pynixlkv.testing.remote import Pool
 Address = ctypes.c_ulonglong
 _POSIX_FD = 1
 _VMM_UNIT = 2 << 20
+_DLPACK_NAME = ctypes.create_string_buffer(b"dltensor")
 
 
 @cache
@@ -61,6 +62,21 @@ def num_cards():
     number = ctypes.c_int()
     check(driver().cuDeviceGetCount(ctypes.byref(number)))
     return number.value
+
+
+class _DLTensor(ctypes.Structure):
+    """The beginning of a ``DLManagedTensor``, as DLPack's specification lays it out."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", ctypes.c_int32 * 2),
+        ("ndim", ctypes.c_int32),
+        ("dtype", ctypes.c_uint8 * 4),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+        ("owner", ctypes.c_void_p * 2),
+    )
 
 
 class DeviceArray:
@@ -120,6 +136,15 @@ class DeviceArray:
 
     def __dlpack_device__(self):
         return 2, self.device
+
+    def __dlpack__(self):
+        shape = (ctypes.c_int64 * len(self.shape))(*self.shape)
+        kind = 1, 8 * self.dtype.itemsize, 1, 0
+        device = self.__dlpack_device__()
+        self._lent = _DLTensor(self.address, device, len(self.shape), kind, shape)
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p] * 3
+        return new(ctypes.addressof(self._lent), _DLPACK_NAME, None)
 
     def free(self):
         with current(self.device):
@@ -240,13 +265,15 @@ def use_cards(monkeypatch):
     import torch
 
     as_tensor = torch.as_tensor
-    monkeypatch.setattr(
-        torch,
-        "as_tensor",
-        lambda data, **options: (
-            CardTensor(data) if isinstance(data, DeviceArray) else as_tensor(data, **options)
-        ),
-    )
+
+    def on_card(data, **options):
+        if not isinstance(data, DeviceArray):
+            return as_tensor(data, **options)
+        # Torch copies what is on another device.
+        assert torch.device(options["device"]) == torch.device("cuda", data.device)
+        return CardTensor(data)
+
+    monkeypatch.setattr(torch, "as_tensor", on_card)
     monkeypatch.setattr(torch, "Event", CardEvent)
     monkeypatch.setattr(torch.accelerator, "device_index", current)
     monkeypatch.setattr(torch.accelerator, "current_stream", current_stream)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from pynixlkv import digest
 from pynixlkv.digest import Digest, GroupDigest, sample_units
-from pynixlkv.errors import KVCorruptError, NativeError, PlanError, WireError
+from pynixlkv.errors import ConfigError, KVCorruptError, NativeError, PlanError, WireError
 from pynixlkv.geometry import KVCache
 from pynixlkv.plan import TransferPlan
 from pynixlkv.topology import held_heads, read_sources
@@ -254,6 +255,10 @@ def test_device_memory_that_cannot_be_copied_is_an_error(monkeypatch) -> None:
     def index_select(*_: object) -> None:
         raise RuntimeError("CUDA out of memory")
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, "torch")
+        with pytest.raises(ConfigError, match="device memory need torch"):
+            device.digest([1, 3])
     monkeypatch.setattr(torch.Tensor, "index_select", index_select)
     with pytest.raises(NativeError, match=r"2 blocks of 'a' could not be copied.*out of memory"):
         device.digest([1, 3])

@@ -285,12 +285,16 @@ def test_torch_is_not_imported() -> None:
 class OnDevice(torch.Tensor):
     """A tensor that claims to be on a GPU."""
 
+    kind = "cuda"
+
     @property
     def device(self):
-        return torch.device("cuda:3")
+        return torch.device(f"{self.kind}:3")
 
 
-def test_device_memory_is_vram_with_its_ordinal() -> None:
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_device_memory_is_vram_with_its_ordinal(kind, monkeypatch) -> None:
+    monkeypatch.setattr(OnDevice, "kind", kind)
     whole = torch.zeros(2, 5, 4, 8, 16).as_subclass(OnDevice)
     made = KVCache.from_tensors({"x": whole}, axes="KBHND", kv_heads=4)
     (span,) = made.spans

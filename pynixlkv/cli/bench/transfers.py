@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pynixlkv.ucx import Context, Endpoint, Worker
 
 Role = Literal["target", "initiator"]
-# The address of the target's memory, and what else the initiator needs to reach it.
-Offer = tuple[int, list[bytes]]
+# Address of the target's memory, what else the initiator needs to reach it, and its device.
+Offer = tuple[int, list[bytes], int]
 MakeMemory = Callable[[], "Memory"]
 
 _TIMEOUT_S = 60.0
@@ -34,6 +34,8 @@ _TURN_S = 1e-3
 
 class Memory:
     """Memory of numpy, or a given array."""
+
+    device = 0
 
     def __init__(self, nbytes: int, array: npt.NDArray[Any] | None = None) -> None:
         if array is None:
@@ -165,7 +167,8 @@ class _BindingEnd(_End):
         super().__init__(series, case, role, memory)
 
     def offer(self) -> Offer:
-        return self.memory.address, [self._worker.address, self._mapped.pack()]
+        keys = [self._worker.address, self._mapped.pack()]
+        return self.memory.address, keys, self.memory.device
 
     def progress(self) -> bool:
         # As the other end of ucx_perftest does: operations that UCX emulates need the target.
@@ -176,7 +179,7 @@ class _BindingEnd(_End):
         from pynixlkv.ucx import Endpoint, RemoteKey, get_batch, put_batch
 
         case = self._case
-        _, (address, key) = offer
+        _, (address, key), _ = offer
         error_handling = TRANSPORTS[case.transport].error_handling
         self._endpoint = Endpoint(self._worker, address, error_handling=error_handling)
         self._post = partial(
@@ -224,14 +227,15 @@ class _AgentEnd(_End):
         self._registration = self._agent.register(self.memory.buffer)
 
     def offer(self) -> Offer:
-        return self.memory.address, [self._agent.hello()]
+        return self.memory.address, [self._agent.hello()], self.memory.device
 
     def connect(self, offer: Offer) -> None:
         case = self._case
-        address, (hello,) = offer
+        address, (hello,), device = offer
         rows = np.zeros((2, case.count, 3), dtype=np.uint64)
         rows[:, :, 0] = _offsets(case).T + np.array([[self.memory.address], [address]], np.uint64)
         rows[:, :, 1] = case.piece_bytes
+        rows[:, :, 2] = [[self.memory.device], [device]]
         agent = self._agent
         post = agent.read_descriptors if case.direction == "get" else agent.write_descriptors
         self._post = partial(post, agent.connect(hello), *rows, timeout=_TIMEOUT_S)
