@@ -68,6 +68,8 @@ def has_stub():
 def environment():
     """Return the environment of the parts."""
     env = {**os.environ, "PYNIXLKV_TEST_CARD": "1", "COLUMNS": "100"}
+    paths = (os.environ.get("PYTHONPATH"), str(ROOT / "tests/support"))
+    env["PYTHONPATH"] = ":".join(filter(None, paths))
     # UCX takes device memory for host memory without libcudart, which comes with torch.
     spec = importlib.util.find_spec("nvidia")
     folders = {

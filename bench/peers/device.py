@@ -71,7 +71,7 @@ class CardMemory(Memory):
     """Memory of the driver of tests/cuda_stub; copies inside the card pass through the host."""
 
     def __init__(self, nbytes, device):
-        from tests.support.cuda_memory import DeviceArray
+        from cuda_memory import DeviceArray
 
         self.buffer = DeviceArray([nbytes], np.uint8, device)
         self.address, self.device = self.buffer.address, device

@@ -167,13 +167,14 @@ std::optional<DeviceContexts::MemoryKind> DeviceContexts::kind_of(std::uint64_t 
     }
     if (get(kPoolHandle, 0) != 0) {
         return MemoryKind{"memory of a pool (cudaMallocAsync)",
-                          "for PyTorch, unset backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF",
+                          "for PyTorch, unset backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF; "
+                          "or, for vLLM, set host_buffer_blocks",
                           is_fabric, is_rdma_capable};
     }
     if (!is_legacy && get(kContext, 0) == 0) {
         return MemoryKind{"memory of the virtual memory functions (cuMemMap)",
                           "for PyTorch, unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF; for "
-                          "vLLM, enable_sleep_mode",
+                          "vLLM, enable_sleep_mode, or set host_buffer_blocks",
                           is_fabric, is_rdma_capable};
     }
     return MemoryKind{"memory of cudaMalloc", "register it in the process that allocated it",

@@ -16,6 +16,7 @@ __all__: list[str] = [
     "Peer",
     "Registration",
     "Transfer",
+    "device_driver",
     "device_memory_kind",
     "fake_agent",
     "nixl_agent",
@@ -142,6 +143,7 @@ class Transfer:
     @property
     def state(self) -> int: ...
 
+def device_driver() -> tuple[str, bool]: ...
 def device_memory_kind(
     address: typing.SupportsInt | typing.SupportsIndex,
 ) -> tuple[str, str, bool, bool] | None: ...
