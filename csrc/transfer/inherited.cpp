@@ -15,10 +15,11 @@
 #include <cstdlib>
 #include <fstream>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
-#include <vector>
 
 #include "transfer/wake_socket.hpp"
 
@@ -28,29 +29,39 @@ namespace {
 
 struct Socket {
     int fd;
-    ino_t inode;
     bool is_broken;  ///< its connection has ended
 };
+
+using Sockets = std::unordered_map<ino_t, Socket>;
 
 /// How often to look although the number of descriptors is the same.
 constexpr auto kLookEvery = std::chrono::seconds(5);
 
+/// Looks take at most this part of an agent's time: one takes longer the more descriptors there
+/// are.
+constexpr int kMostPart = 50;
+
 std::mutex mutex;  ///< a fork holds it
-std::vector<Socket> sockets;
+Sockets sockets;
 std::uint64_t num_broken = 0;
 off_t num_seen = 0;
 std::chrono::steady_clock::time_point last_look;
+std::chrono::steady_clock::duration look_took{};
 
-/// Descriptors of sockets that children must not have.
-void note_socket(int fd) {
+/// The inode of a socket; none of another file.
+std::optional<ino_t> socket_inode(int fd) {
     struct stat info{};
-    if (::fstat(fd, &info) == 0 && S_ISSOCK(info.st_mode)) {
-        tcp_info tcp{};
-        socklen_t size = sizeof tcp;
-        const bool is_broken = ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &tcp, &size) == 0 &&
-                               (tcp.tcpi_state == TCP_CLOSE || tcp.tcpi_state == TCP_CLOSE_WAIT);
-        sockets.push_back({fd, info.st_ino, is_broken});
-    }
+    return ::fstat(fd, &info) == 0 && S_ISSOCK(info.st_mode) ? std::optional(info.st_ino)
+                                                             : std::nullopt;
+}
+
+/// Note a socket that children must not have.
+void note_socket(int fd, ino_t inode) {
+    tcp_info tcp{};
+    socklen_t size = sizeof tcp;
+    const bool is_broken = ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &tcp, &size) == 0 &&
+                           (tcp.tcpi_state == TCP_CLOSE || tcp.tcpi_state == TCP_CLOSE_WAIT);
+    sockets.insert({inode, {fd, is_broken}});
 }
 
 bool is_epoll(int fd) {
@@ -77,34 +88,39 @@ void look() {
     if (folder == nullptr) {
         return;
     }
-    const std::vector<Socket> before = std::exchange(sockets, {});
+    const Sockets before = std::exchange(sockets, {});
     while (const dirent* const entry = ::readdir(folder)) {
         const int fd = std::atoi(entry->d_name);
         if (entry->d_name[0] == '.' || fd == ::dirfd(folder)) {
             continue;
         }
-        if (is_of_agent(fd)) {
-            note_socket(fd);
+        if (const auto inode = socket_inode(fd)) {
+            if (is_of_agent(fd)) {
+                note_socket(fd, *inode);
+            }
         } else if (is_epoll(fd) && is_of_ucx(fd)) {
             std::ifstream info("/proc/self/fdinfo/" + std::to_string(fd));
             for (std::string word; info >> word;) {
                 int target = -1;
-                if (word == "tfd:" && info >> target && !is_epoll(target)) {
+                if (word != "tfd:" || !(info >> target)) {
+                    continue;
+                }
+                if (const auto inode = socket_inode(target)) {
                     (void)::fcntl(target, F_SETFD, FD_CLOEXEC);
-                    note_socket(target);
+                    note_socket(target, *inode);
+                } else if (!is_epoll(target)) {
+                    (void)::fcntl(target, F_SETFD, FD_CLOEXEC);
                 }
             }
         }
     }
     ::closedir(folder);
-    const auto count = [](const std::vector<Socket>& of, bool is_broken,
-                          const std::vector<Socket>& beside) {
+    const auto count = [](const Sockets& of, bool is_broken, const Sockets& beside) {
         return static_cast<std::uint64_t>(
-            std::count_if(of.begin(), of.end(), [&](const Socket& socket) {
-                return socket.is_broken == is_broken &&
-                       std::none_of(beside.begin(), beside.end(), [&](const Socket& other) {
-                           return other.inode == socket.inode && (other.is_broken || !is_broken);
-                       });
+            std::count_if(of.begin(), of.end(), [&](const auto& each) {
+                const auto other = beside.find(each.first);
+                return each.second.is_broken == is_broken &&
+                       (other == beside.end() || (is_broken && !other->second.is_broken));
             }));
     };
     num_broken += count(sockets, true, before) + count(before, false, sockets);
@@ -114,10 +130,8 @@ void look() {
 /// which must not become that of another file.
 void let_go() {
     const int nothing = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
-    for (const Socket& socket : sockets) {
-        struct stat info{};
-        if (::fstat(socket.fd, &info) == 0 && info.st_ino == socket.inode &&
-            ::dup3(nothing, socket.fd, O_CLOEXEC) < 0) {
+    for (const auto& [inode, socket] : sockets) {
+        if (socket_inode(socket.fd) == inode && ::dup3(nothing, socket.fd, O_CLOEXEC) < 0) {
             ::close(socket.fd);
         }
     }
@@ -139,10 +153,12 @@ std::uint64_t keep_from_children() {
     struct stat info{};
     (void)::stat("/proc/self/fd", &info);  // its size is their number, since Linux 6.2
     const auto now = std::chrono::steady_clock::now();
-    if (info.st_size == 0 || info.st_size != num_seen || now - last_look > kLookEvery) {
+    const bool has_changed = info.st_size == 0 || info.st_size != num_seen;
+    if ((has_changed && now - last_look > kMostPart * look_took) || now - last_look > kLookEvery) {
         num_seen = info.st_size;
         last_look = now;
         look();
+        look_took = std::chrono::steady_clock::now() - now;
     }
     return num_broken;
 }
