@@ -136,8 +136,11 @@ def measure(backend, transport, num_peers, num_processes):
         late = {
             f"{name} ({when}), ms": 1e3 * statistics.median(each[part])
             for name, each in times.items()
-            for when, part in (("first", slice(1, 1 + _LAST)), ("last", slice(-_LAST, None)))
-            if len(each) > _LAST
+            for when, part in (
+                (("first", slice(1, 1 + _LAST)), ("last", slice(-_LAST, None)))
+                if len(each) > _LAST
+                else (("all", slice(None)),)
+            )
         }
         return {
             "KiB": memory / num_peers / 1024,
