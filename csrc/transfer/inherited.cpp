@@ -105,9 +105,9 @@ void look() {
                 if (word != "tfd:" || !(info >> target)) {
                     continue;
                 }
-                if (const auto inode = socket_inode(target)) {
+                if (const auto its = socket_inode(target)) {
                     (void)::fcntl(target, F_SETFD, FD_CLOEXEC);
-                    note_socket(target, *inode);
+                    note_socket(target, *its);
                 } else if (!is_epoll(target)) {
                     (void)::fcntl(target, F_SETFD, FD_CLOEXEC);
                 }
