@@ -161,7 +161,6 @@ class Counts:
     contacts: list[float] = field(default_factory=list)
     """Seconds of each answered handshake."""
     samples: list[Sample] = field(default_factory=list)
-    attempts: int = 0
     connections_asked: int = 0
     """Connections to handshake servers, the repeated ones included."""
     dropped: int = 0
@@ -257,7 +256,7 @@ class Fleet:
         slot.engine = Engine(self, slot, f"{'pd'[not slot.is_prefill]}{slot.number}{life}")
         self._up[slot.is_prefill].append(slot)
 
-    def _stop(self, slot: Slot, *, is_silent: bool) -> None:
+    def _stop(self, slot: Slot, is_silent: bool) -> None:
         """Let an engine die: its process, or with `is_silent` its host."""
         engine = slot.engine
         if engine is None:
@@ -355,7 +354,7 @@ class Fleet:
             return
         if self._drawn.random() < self.options.aborts:
             self.events.after(self._drawn.expovariate(1.0), self._abort, number)
-        self._to_prefill(job)
+        self._send(job, None)
 
     def _choose(self, *, is_prefill: bool) -> Slot | None:
         """Return the less busy of two engines."""
@@ -379,10 +378,6 @@ class Fleet:
         else:
             self._open[job.number] = job, slot.engine
             slot.engine.submit(job, params)
-
-    def _to_prefill(self, job: Job) -> None:
-        self.counts.attempts += 1
-        self._send(job, None)
 
     def prefilled(self, job: Job, engine: Engine, answer: dict[str, Any] | None) -> None:
         """Pass the answer of prefill on."""
@@ -423,11 +418,7 @@ class Fleet:
         again = Job(f"r{job.number}.{attempt}", job.request, job.number, attempt)
         self._open[job.number] = again, None
         pause = 0.5 * 2**attempt * self._drawn.uniform(0.5, 1.0)
-        self.events.after(pause, self._retry, again)
-
-    def _retry(self, job: Job) -> None:
-        if not job.is_given_up:
-            self._to_prefill(job)
+        self.events.after(pause, self._send, again, None)
 
     def ended(self, job: Job, how: str) -> None:
         """Note the end of a request."""
@@ -473,14 +464,14 @@ class Fleet:
         if "rack" in options.scenarios:
             for slot in self.slots:
                 if slot.host.rack == 0:
-                    at(middle, self._fail, slot, True)
+                    at(middle, self._stop, slot, True)
         if "herd" in options.scenarios:
             for slot in self.slots[: options.prefill]:
-                at(middle, self._fail, slot, False)
+                at(middle, self._stop, slot, False)
             at(middle + options.restart + 1.0, self._flood)
         if "stale" in options.scenarios:
             for slot in self.slots[: max(options.prefill // 8, 1)]:
-                at(middle, self._fail, slot, False)
+                at(middle, self._stop, slot, False)
         if "partition" in options.scenarios:
             racks = range(0, len(self._uplinks), 2)
             at(middle, self._split, frozenset(racks))
@@ -492,10 +483,7 @@ class Fleet:
         live = [s for s in self.slots if s.is_prefill is is_prefill and s.engine is not None]
         busy = [s for s in live if s.engine is not None and (s.engine.jobs or s.engine.held)]
         if live:
-            self._fail(self._drawn.choice(busy or live), self._drawn.random() < 1 / 3)
-
-    def _fail(self, slot: Slot, is_silent: bool) -> None:
-        self._stop(slot, is_silent=is_silent)
+            self._stop(self._drawn.choice(busy or live), self._drawn.random() < 1 / 3)
 
     def _flood(self) -> None:
         """Let short prompts that have waited for prefill come at once, one for each of decode.

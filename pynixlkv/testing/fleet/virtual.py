@@ -99,18 +99,14 @@ class Events:
 class Link:
     """A cable, or the share of a switch: transfers pass through it one after another."""
 
-    __slots__ = ("bytes_per_s", "free_at", "moved")
-
     def __init__(self, gb_per_s: float) -> None:
         """Make a link of a speed in Gb/s."""
         self.bytes_per_s = gb_per_s * 1e9 / 8
         self.free_at = 0.0
-        self.moved = 0
 
     def pass_through(self, now: float, num_bytes: float) -> float:
         """Return when the last byte has passed."""
         self.free_at = max(self.free_at, now) + num_bytes / self.bytes_per_s
-        self.moved += int(num_bytes)
         return self.free_at
 
 
