@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -168,7 +169,9 @@ class _Connection:
                 self.socket.curve_publickey = keys.client_public
                 self.socket.curve_secretkey = keys.client_secret
             self.socket.connect(address.endpoint)
-            self.socket.send(question)
+            # A listener that has refused already leaves nobody to send to; the monitor says so.
+            with contextlib.suppress(zmq.Again):
+                self.socket.send(question, zmq.DONTWAIT)
         except BaseException:
             self.close()
             raise
