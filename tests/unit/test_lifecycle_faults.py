@@ -1179,3 +1179,24 @@ def test_an_early_release_that_comes_twice_is_kept_once():
         world.deliver("P", "D.0.0", release)
         repeat(world, "P", "D.0.0", release)
         assert world.count("P", "early_notifications") == 1
+
+
+def test_a_worker_says_when_it_has_something_to_do_next():
+    with pair(**BEATS_10, transfer_timeout=24) as (world, prefill, decode):
+        prefill.prefill("p0", 7, 13)
+        world.quiet()
+        world.clock.now += 9
+        params = prefill.prefill("p1", 7, 13)
+        world.quiet()
+        (producer, consumer) = (engine.ranks[0].worker for engine in (prefill, decode))
+        assert producer.poll() == pytest.approx(21)  # the first lease expires
+        world.network.pause("P.0.0")
+        start(world, decode, params)
+        world.quiet()
+        assert consumer.poll() == pytest.approx(10)  # a heartbeat
+        world.clock.now += 19
+        world.quiet()
+        assert consumer.poll() == pytest.approx(5)  # the request fails
+        assert producer.poll() == pytest.approx(2)
+        world.network.resume("P.0.0")
+        arrives(world, decode)

@@ -317,6 +317,13 @@ def test_context_parallelism_that_leaves_tokens_without_a_holder(
         read_sources(kv_heads, local=(0, 1), remote_size=size, remote_dcp=dcp)
 
 
+@pytest.mark.parametrize("question", [held_layers, held_tokens])
+def test_a_rank_outside_its_group_holds_nothing(question) -> None:
+    for rank in (-1, 2):
+        with pytest.raises(LayoutError, match=f"rank {rank} is not in a group of 2"):
+            question(rank, 2, 4)
+
+
 @pytest.mark.parametrize("question", [read_sources, release_targets, expected_readers])
 def test_a_rank_outside_its_group(question) -> None:
     with pytest.raises(LayoutError, match="rank 2 is not in a group of 2"):
