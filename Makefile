@@ -229,6 +229,7 @@ bench: build $(VENV)/.test-deps  ## measure; results in build/bench.json
 GPU_PYTHON ?= 3.12
 GPU_NIXL ?= nixl-cu13==1.5.1
 GPU_DEVICE ?= cuda:0
+GPU_OPTIONS ?=
 GPU_SITE := build/gpu
 GPU_ENV := PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(GPU_SITE)):$(CURDIR)
 
@@ -242,7 +243,7 @@ gpu:  ## build from source without a network, test and measure GPU memory; build
 	$(PYTHON) -m pip install -q --no-index --no-deps --upgrade --target $(GPU_SITE) $(wildcard .whl/*.whl)
 	$(GPU_ENV) $(PYTHON) -m pip install -q --no-index --no-deps --no-build-isolation --upgrade \
 		-Cbuild-dir=build/gpu-cmake --target $(GPU_SITE) .
-	$(GPU_ENV) $(PYTHON) -m bench.gpu_report --device $(GPU_DEVICE)
+	$(GPU_ENV) $(PYTHON) -m bench.gpu_report --device $(GPU_DEVICE) $(GPU_OPTIONS)
 
 clean:  ## remove everything that these targets made
 	rm -rf build dist .venv .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks \

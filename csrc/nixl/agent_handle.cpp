@@ -300,11 +300,13 @@ void RegisteredMemory::add(bool are_devices_known) {
         std::tie(device_, inside) = agent_->devices().enter_for(row, are_devices_known);
     }
     list_ = make_reg_list(agent_->library(), memory_, rows_, blobs_);
-    agent_->library().check(agent_->fn().register_mem(agent_->native(), list_.get(), args_.get()),
-                            "register_mem", [&] {
-                                return text(agent_->about(), ", ", str(),
-                                            "; is there a backend for this kind of memory?");
-                            });
+    agent_->library().check(
+        agent_->fn().register_mem(agent_->native(), list_.get(), args_.get()), "register_mem", [&] {
+            return text(
+                agent_->about(), ", ", str(), "; is there a backend for this kind of memory?",
+                memory_ == Memory::kVram ? transfer::DeviceContexts::remark(rows_[0].address)
+                                         : std::string());
+        });
     is_registered_ = true;
 }
 

@@ -181,6 +181,14 @@ std::optional<DeviceContexts::MemoryKind> DeviceContexts::kind_of(std::uint64_t 
                       is_legacy, is_rdma_capable};
 }
 
+std::string DeviceContexts::remark(std::uint64_t address) {
+    const std::optional<MemoryKind> kind = kind_of(address);
+    if (!kind || (kind->is_exportable && kind->is_rdma_capable)) {
+        return {};
+    }
+    return text("; it is ", kind->name, ", which not all peers can reach; ", kind->advice);
+}
+
 DeviceContexts::DriverState DeviceContexts::driver_state() {
     constexpr int kDmaBufSupported = 124;  // CUdevice_attribute
     const CudaDriver* driver = nullptr;
@@ -247,9 +255,7 @@ std::pair<int, DeviceContexts::Scope> DeviceContexts::enter_for(const Descriptor
     }
     // It migrates between the GPU and the host, under the operations of a peer.
     if (attribute_of(*driver, row.address, kIsManaged, 0) != 0) {
-        const MemoryKind kind = *kind_of(row.address);
-        throw Error("RegistrationError", text(row.str(), " is ", kind.name,
-                                              ", which peers cannot reach; ", kind.advice));
+        throw Error("RegistrationError", row.str() + " cannot be moved" + remark(row.address));
     }
     driver->check(driver->push(retain(*driver, device)), "cuCtxPushCurrent", device);
     return {device, Scope(driver)};

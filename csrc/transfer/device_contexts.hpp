@@ -72,6 +72,9 @@ class DeviceContexts {
     /// @return nothing for other memory, and if the CUDA driver fails
     [[nodiscard]] static std::optional<MemoryKind> kind_of(std::uint64_t address) noexcept;
 
+    /// For errors: the kind of memory and the setting to change, if not all can reach it.
+    [[nodiscard]] static std::string remark(std::uint64_t address);
+
     /// What the CUDA driver can do; opens it.
     struct DriverState {
         std::string problem;       ///< why device memory cannot be used; empty if it can

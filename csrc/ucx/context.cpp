@@ -183,7 +183,10 @@ MemoryHandle::MemoryHandle(std::shared_ptr<Context> context, const capi::MemoryP
     capi::Memory handle = nullptr;
     library.check(library.fn().mem_map(context_->handle(), &params, &handle), "ucp_mem_map", [&] {
         return text("mapping ", params.length, " bytes at ", params.address,
-                    params.memory_type == capi::kMemoryCuda ? " (cuda)" : "");
+                    params.memory_type == capi::kMemoryCuda
+                        ? " (cuda)" + transfer::DeviceContexts::remark(
+                                          reinterpret_cast<std::uint64_t>(params.address))
+                        : std::string());
     });
     handle_ = handle;
     address_ = reinterpret_cast<std::uint64_t>(params.address);

@@ -23,7 +23,7 @@ from cuda_memory import (
 )
 
 from pynixlkv import _loader
-from pynixlkv.errors import RegistrationError, RegistrationInUseError, TransferTimeout
+from pynixlkv.errors import NixlError, RegistrationError, RegistrationInUseError, TransferTimeout
 from pynixlkv.hello import Hello
 from pynixlkv.nixl import NixlAgent
 from pynixlkv.plan import TransferPlan
@@ -209,6 +209,17 @@ def test_managed_memory_is_refused(make, closing):
     with pytest.raises(RegistrationError, match=r"managed memory .* allocate it with cudaMalloc"):
         agent.register(DeviceArray([64], kind="managed"))
     assert agent.registrations == ()
+
+
+@pytest.mark.stub
+def test_a_refusal_of_the_library_names_the_kind_and_the_setting(closing):
+    # UCX without a transport for device memory refuses it, as network cards refuse some kinds.
+    agent = closing(NixlAgent("a", backend_params={"engine_config": "TLS=tcp"}))
+    with pytest.raises(NixlError, match=r"virtual memory .* unset expandable_segments"):
+        agent.register(VmmPool().cache)
+    with pytest.raises(NixlError) as caught:
+        agent.register(DevicePool().cache)
+    assert "PYTORCH" not in str(caught.value)
 
 
 @pytest.mark.stub
