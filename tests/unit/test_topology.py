@@ -319,9 +319,8 @@ def test_context_parallelism_that_leaves_tokens_without_a_holder(
 
 @pytest.mark.parametrize("question", [held_layers, held_tokens])
 def test_a_rank_outside_its_group_holds_nothing(question) -> None:
-    for rank in (-1, 2):
-        with pytest.raises(LayoutError, match=f"rank {rank} is not in a group of 2"):
-            question(rank, 2, 4)
+    with pytest.raises(LayoutError, match="rank 2 is not in a group of 2"):
+        question(2, 2, 4)
 
 
 @pytest.mark.parametrize("question", [read_sources, release_targets, expected_readers])
