@@ -17,7 +17,7 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,6 +31,7 @@ from pynixlkv.errors import (
     ConfigError,
     DuplicatePeerError,
     HandshakeError,
+    PeerLostError,
     PlanError,
     ProtocolVersionError,
 )
@@ -41,7 +42,7 @@ from pynixlkv.transfer import TransferResult as TransferResult  # part of this m
 from pynixlkv.types import AgentName, MemorySpan, MemoryType, Operation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     import numpy.typing as npt
 
@@ -70,6 +71,8 @@ MAX_NOTIFICATION_BYTES = 1 << 20
 
 DEFAULT_TIMEOUT_S = 30.0
 """Deadline of a transfer whose caller names none."""
+
+_Result = TypeVar("_Result")
 
 BlockTable: TypeAlias = "npt.ArrayLike | Mapping[str, npt.ArrayLike]"
 """Physical block numbers, of one group or by group name."""
@@ -432,7 +435,8 @@ class Agent(Closeable, ABC):
     ) -> Transfer:
         _check_message(notify)
         self._check_plan(peer, plan)
-        native = self._native.submit_plan(int(op), peer._native, tables, notify, timeout)
+        submit = self._native.submit_plan
+        native = self._with(peer, submit, int(op), peer._native, tables, notify, timeout)
         return self._transfer(native, peer)
 
     def read_descriptors(
@@ -487,10 +491,17 @@ class Agent(Closeable, ABC):
         _check_message(notify)
         _check_descriptors("local", local)
         _check_descriptors("remote", remote)
-        native = self._native.submit_descriptors(
-            int(op), peer._native, local, remote, notify, timeout
-        )
+        submit = self._native.submit_descriptors
+        native = self._with(peer, submit, int(op), peer._native, local, remote, notify, timeout)
         return self._transfer(native, peer)
+
+    def _with(self, peer: Peer, call: Callable[..., _Result], *args: object) -> _Result:
+        """Make a native call that concerns a peer; the error names one that is lost."""
+        try:
+            return call(*args)
+        except PeerLostError as error:
+            error.peer = peer.name
+            raise
 
     def _transfer(self, native: _native.transfer.Transfer, peer: Peer) -> Transfer:
         return Transfer(native, peer, self._cancel, self._completions.wait)
@@ -523,7 +534,7 @@ class Agent(Closeable, ABC):
             If the peer is not connected.
         """
         _check_message(message)
-        self._native.notify(peer._native, message)
+        self._with(peer, self._native.notify, peer._native, message)
 
     def notifications(self, timeout: float = 0.0) -> list[Notification]:
         """Take the notifications that have arrived, each once, in order per sender.

@@ -630,8 +630,9 @@ class HungPeerConformance(AgentConformance):
             transfer.wait(WAIT_S)
         assert transfer.wait_quiet(WAIT_S)
         assert not local.peer.is_connected
-        with pytest.raises(PeerLostError):
+        with pytest.raises(PeerLostError) as caught:
             local.agent.read(local.peer, local.plan(), [0], [0])
+        assert caught.value.peer == local.peer.name
         local.remote.start()
         local.remote.fill(5)
         old = local.peer
