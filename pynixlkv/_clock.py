@@ -18,7 +18,8 @@ def retry_pause(
     Those who have failed together come back between half and one and a half of that time, not
     together. `draw` returns numbers from 0 to 1.
     """
-    return min(first_s * 2.0**attempt, max(longest_s, first_s)) * (0.5 + draw())
+    # A power that no longest pause reaches would overflow after some thousand attempts.
+    return min(first_s * 2.0 ** min(attempt, 64), max(longest_s, first_s)) * (0.5 + draw())
 
 
 class ObservedClock:
