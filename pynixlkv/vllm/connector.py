@@ -125,9 +125,9 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         releases.refuse_what_is_missing(vllm_config, kv_cache_config)
         self._engine_id = str(config.engine_id)
         self._dcp = vllm_config.parallel_config.decode_context_parallel_size
-        self._settings = self._options.connector_config(
-            compatibility(vllm_config), kv_cache_config.num_blocks
-        )
+        # The facts, whose digest of the weights reads files, are the workers' alone.
+        facts = compatibility(vllm_config) if role is KVConnectorRole.WORKER else {}
+        self._settings = self._options.connector_config(facts, kv_cache_config.num_blocks)
         if self._options.bidirectional_kv_xfer:
             _check_roles(config)
         parallel = vllm_config.parallel_config
