@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/bytes.hpp"
+#include "ucx/socket_address.hpp"
 
 namespace pynixlkv::ucx {
 
@@ -169,24 +170,13 @@ std::string network_address(const Transport& transport) {
 
 /// Whether the system knows a way to an address; sends nothing.
 bool has_route(const std::string& ip) {
-    sockaddr_in6 v6{};
-    sockaddr_in v4{};
-    auto* place = reinterpret_cast<sockaddr*>(&v4);
-    socklen_t size = sizeof v4;
-    if (ip.size() == sizeof v4.sin_addr) {
-        v4.sin_family = AF_INET;
-        v4.sin_port = 1;  // any
-        std::memcpy(&v4.sin_addr, ip.data(), ip.size());
-    } else {
-        v6.sin6_family = AF_INET6;
-        v6.sin6_port = 1;
-        std::memcpy(&v6.sin6_addr, ip.data(), std::min(ip.size(), sizeof v6.sin6_addr));
-        place = reinterpret_cast<sockaddr*>(&v6);
-        size = sizeof v6;
+    SocketAddress place;
+    if (!place.set(ip, 1)) {  // any port
+        return true;
     }
-    const int fd = ::socket(place->sa_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    const bool is_known =
-        ::connect(fd, place, size) == 0 || (errno != ENETUNREACH && errno != EHOSTUNREACH);
+    const int fd = ::socket(place.any.sa_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    const bool is_known = ::connect(fd, &place.any, place.size) == 0 ||
+                          (errno != ENETUNREACH && errno != EHOSTUNREACH);
     if (fd >= 0) {
         ::close(fd);
     }

@@ -16,6 +16,7 @@
 #include "base/bytes.hpp"
 #include "base/text.hpp"
 #include "ucx/address.hpp"
+#include "ucx/socket_address.hpp"
 
 namespace pynixlkv::ucx {
 
@@ -43,7 +44,6 @@ constexpr auto kAnswerDeadline = std::chrono::seconds(15);
 constexpr int kEventsOfTurn = 64;
 constexpr std::uint64_t kWorkerEvent = 0;
 constexpr unsigned kMaxPort = 65535;
-constexpr std::uint32_t kLinkLocalNet = 0xA9FE;  ///< 169.254
 
 std::array<char, 64U << 10U> scratch;        // takes the bytes of ended transfers; never read
 const std::array<char, 64U << 10U> zeros{};  // in place of those that are gone
@@ -82,47 +82,8 @@ std::size_t max_served() {
     return std::min(limit.rlim_cur / 2, kMaxServed);
 }
 
-/// A socket address out of the bytes of an internet address and a port.
-struct Place {
-    /// @return whether the bytes are an address
-    bool set(std::string_view ip, std::uint16_t port) {
-        if (ip.size() == sizeof v4.sin_addr) {
-            v4 = {};
-            v4.sin_family = AF_INET;
-            v4.sin_port = htons(port);
-            std::memcpy(&v4.sin_addr, ip.data(), ip.size());
-        } else if (ip.size() == sizeof v6.sin6_addr) {
-            v6 = {};
-            v6.sin6_family = AF_INET6;
-            v6.sin6_port = htons(port);
-            std::memcpy(&v6.sin6_addr, ip.data(), ip.size());
-        }
-        size = ip.size() == sizeof v4.sin_addr ? sizeof v4 : sizeof v6;
-        return ip.size() == sizeof v4.sin_addr || ip.size() == sizeof v6.sin6_addr;
-    }
-    [[nodiscard]] std::uint16_t port() const {
-        return ntohs(any.sa_family == AF_INET ? v4.sin_port : v6.sin6_port);
-    }
-    [[nodiscard]] bool is_loopback() const {
-        return any.sa_family == AF_INET ? (ntohl(v4.sin_addr.s_addr) >> 24U) == IN_LOOPBACKNET
-                                        : IN6_IS_ADDR_LOOPBACK(&v6.sin6_addr);
-    }
-    /// Whether the address alone does not say which device leads to it.
-    [[nodiscard]] bool is_link_local() const {
-        return any.sa_family == AF_INET ? (ntohl(v4.sin_addr.s_addr) >> 16U) == kLinkLocalNet
-                                        : IN6_IS_ADDR_LINKLOCAL(&v6.sin6_addr);
-    }
-
-    union {
-        sockaddr any;
-        sockaddr_in v4;
-        sockaddr_in6 v6;
-    };
-    socklen_t size = 0;
-};
-
 /// A socket that listens at an address, on a port of a range; -1 if there is none.
-int listen_at(std::string_view ip, PortRange ports, Place& place) {
+int listen_at(std::string_view ip, PortRange ports, SocketAddress& place) {
     for (std::uint32_t port = ports.first; port <= ports.last; ++port) {
         if (!place.set(ip, static_cast<std::uint16_t>(port))) {
             break;
@@ -636,12 +597,12 @@ Lanes::Lanes(std::string_view address, PortRange ports, int event_fd, const std:
     }
     std::vector<std::string> ips = network_addresses(address);
     std::stable_partition(ips.begin(), ips.end(), [](const std::string& ip) {
-        Place place;
+        SocketAddress place;
         return place.set(ip, 0) && !place.is_link_local();
     });
     ByteWriter out;
     for (const std::string& ip : ips) {
-        Place place;
+        SocketAddress place;
         const int fd = listeners_.size() < kMaxPlaces ? listen_at(ip, ports, place) : -1;
         if (fd >= 0 && !watch(fd, last_ + 1, EPOLLIN | EPOLLET)) {
             ::close(fd);
@@ -676,7 +637,7 @@ std::vector<std::shared_ptr<OwnLane>> Lanes::connect(std::string_view places, La
     ByteReader in(places, "the lanes of a peer");
     while (in.num_left() > 0 && lanes.size() < kMaxPlaces) {
         const std::string_view ip = in.get_bytes();
-        Place place;
+        SocketAddress place;
         if (!place.set(ip, in.get<std::uint16_t>()) || (place.is_loopback() && !is_local)) {
             continue;
         }
