@@ -291,7 +291,8 @@ class Agent(Closeable, ABC):
         names = set(peer.transports)
         if not names:  # NIXL's: what its UCX has opened, as far as it can reach the peer
             names = {each.split("/")[0] for each in self._transports()} - peer._unused
-            names -= set() if peer._native.is_local else {"cuda_ipc"}
+            if not peer._native.is_local:
+                names.discard("cuda_ipc")
         # The side that posts opens the other's memory; network cards reach into both.
         has_ipc, has_cards = "cuda_ipc" in names, has_rdma(names)
         staged = [s for s in mine if not has_ipc and not (has_cards and s.is_rdma_capable)]

@@ -105,11 +105,12 @@ void look() {
                 if (word != "tfd:" || !(info >> target)) {
                     continue;
                 }
-                if (const auto its = socket_inode(target)) {
+                const auto its = socket_inode(target);
+                if (its || !is_epoll(target)) {
                     (void)::fcntl(target, F_SETFD, FD_CLOEXEC);
+                }
+                if (its) {
                     note_socket(target, *its);
-                } else if (!is_epoll(target)) {
-                    (void)::fcntl(target, F_SETFD, FD_CLOEXEC);
                 }
             }
         }

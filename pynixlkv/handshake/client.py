@@ -169,7 +169,8 @@ class _Connection:
                 self.socket.curve_publickey = keys.client_public
                 self.socket.curve_secretkey = keys.client_secret
             self.socket.connect(address.endpoint)
-            # A listener that has refused already leaves nobody to send to; the monitor says so.
+            # If the listener has already refused, ZeroMQ has no peer to send to and the monitor
+            # reports the refusal.
             with contextlib.suppress(zmq.Again):
                 self.socket.send(question, zmq.DONTWAIT)
         except BaseException:

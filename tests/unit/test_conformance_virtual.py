@@ -25,7 +25,7 @@ DOES_NOT_APPLY = {
 
 
 class VirtualRemote(Remote):
-    """The other side on a host of its own, in a rack of its own."""
+    """An agent on another host, in another rack."""
 
     def __init__(self, network, host):
         self.network = network

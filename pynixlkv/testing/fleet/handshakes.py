@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from pynixlkv.testing.fleet.simulation import Fleet, Slot
 
 _SYN_S = 1.0
-"""Until a connection that nobody answers is tried again."""
+"""Seconds until TCP tries again to connect to a host that does not answer."""
 _RECONNECT_S = 0.15
-"""The same, where nothing listens; ZeroMQ spreads it too."""
+"""Seconds until ZeroMQ, which spreads them too, connects again to a port that nobody listens at."""
 _WINDOW_S = 0.1
+"""Seconds over which the connections to a server are counted for `Counts.most_asked`."""
 
 
 class Ask:
