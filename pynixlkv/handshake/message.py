@@ -62,7 +62,12 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 
 Reply: TypeAlias = Answer | Refusal
 
-_decoder = functools.cache(msgspec.msgpack.Decoder)
+
+@functools.cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:  # noqa: ANN401
+    return msgspec.msgpack.Decoder(kind)
+
+
 encode = msgspec.msgpack.Encoder().encode
 
 
