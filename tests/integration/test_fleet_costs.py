@@ -67,4 +67,9 @@ def simulated(num_producers):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_producers", [1, 4, 16])
 def test_the_simulator_counts_what_real_engines_cost(num_producers):
-    assert measured(num_producers) == simulated(num_producers)
+    messages, *costs = measured(num_producers)
+    expected, *expected_costs = simulated(num_producers)
+    assert costs == expected_costs
+    # While a first contact is under way, its request is announced to each rank that is connected:
+    # once at most, as the next heartbeat is not due, and not if the rest was faster.
+    assert expected <= messages <= expected + TP * num_producers
