@@ -71,6 +71,16 @@ void Clients::on_message(const MessageHeader& header, std::string_view data) {
     busy_.push_back(number);
 }
 
+bool Clients::may_go(const Client& client) const {
+    if (!client.endpoint) {
+        return client.is_over;
+    }
+    // UCX pairs the endpoints of two workers by the order in which each side makes them. When both
+    // connect at once, this one may be the other end of the peer's next connection; the failure
+    // tells that its own other end has closed.
+    return client.endpoint->failure() || (client.is_over && errors_ != capi::kErrorPeer);
+}
+
 void Clients::forget(std::uint64_t number) {
     gone_.push_back(number);
     if (gone_.size() > kMaxGone) {
@@ -99,7 +109,7 @@ bool Clients::serve() {
         } catch (const std::exception&) {
             client.is_over = true;  // it cannot be reached
         }
-        if (client.is_over || (client.endpoint && client.endpoint->failure())) {
+        if (may_go(client)) {
             forget(number);
         }
     }

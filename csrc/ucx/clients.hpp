@@ -60,6 +60,7 @@ class Clients {
     };
 
     void serve(std::uint64_t number, Client& client);
+    [[nodiscard]] bool may_go(const Client& client) const;
     void forget(std::uint64_t number);
 
     const std::shared_ptr<Worker> worker_;

@@ -202,6 +202,42 @@ TEST_CASE("an agent without error handling refuses one with it") {
     CHECK_THROWS(Error, driver.connect("a", a.agent->metadata(), std::nullopt));
 }
 
+TEST_CASE("a connection made anew stands, although the peer connected at the same time") {
+    // Both make their first endpoint before they hear of the other, so UCX pairs these two. Of the
+    // second ones, which it pairs as well, b's answers a connection that a has closed.
+    const auto context = std::make_shared<ucx::Context>(library(), ConfigMap{{"TLS", "tcp"}});
+    const auto from = ucx::MemoryHandle::allocate(context, kBlock);
+    const auto into = ucx::MemoryHandle::allocate(context, kBlock);
+    const auto a = std::make_unique<ucx::UcxDriver>(context, "a");
+    const auto b = std::make_unique<ucx::UcxDriver>(context, "b");
+    auto first = a->connect("b", b->metadata(), std::nullopt);
+    const auto back = b->connect("a", a->metadata(), std::nullopt);
+    std::vector<transfer::Notification> received;
+    for (int i = 0; i < 1'000; ++i) {
+        (void)a->is_alive(*first);  // progresses, but does not answer b's connection
+        (void)b->receive(received);
+    }
+    first.reset();
+    const auto second = a->connect("b", b->metadata(), std::nullopt);
+    const auto pump = [&](auto is_over) {
+        const auto until = in(20s);
+        while (!is_over() && !second->has_failed() && transfer::Clock::now() < until) {
+            (void)a->receive(received);
+            (void)b->receive(received);
+        }
+        return is_over();
+    };
+    a->notify(*second, "after its kClose");
+    CHECK(pump([&] { return !received.empty(); }));
+    const auto endpoint = dynamic_cast<ucx::UcxConnection&>(*second).endpoint;
+    const ucx::RemoteKey key(endpoint, from->pack());
+    ucx::Completion completion(*library());
+    endpoint->move(completion, Op::kRead, into->address(), kBlock, into->handle(), from->address(),
+                   key);
+    CHECK(pump([&] { return completion.is_quiet(); }));  // the answer finds its way
+    CHECK(!second->has_failed());
+}
+
 TEST_CASE("forged messages write nothing, and do not stop the owner") {
     Side owner("owner", {{"TLS", "tcp"}}, false);
     Side reader("reader", {{"TLS", "tcp"}}, false);
