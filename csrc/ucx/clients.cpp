@@ -71,14 +71,18 @@ void Clients::on_message(const MessageHeader& header, std::string_view data) {
     busy_.push_back(number);
 }
 
-bool Clients::may_go(const Client& client) const {
-    if (!client.endpoint) {
-        return client.is_over;
+bool Clients::is_kept(std::uint64_t number, const Client& client) {
+    if (!client.endpoint || client.endpoint->failure() || errors_ != capi::kErrorPeer) {
+        return false;
     }
-    // UCX pairs the endpoints of two workers by the order in which each side makes them. When both
-    // connect at once, this one may be the other end of the peer's next connection; the failure
-    // tells that its own other end has closed.
-    return client.endpoint->failure() || (client.is_over && errors_ != capi::kErrorPeer);
+    const auto own = connected_.find(worker_id(client.address));
+    if (own == connected_.end()) {
+        return false;
+    }
+    if (const std::uint64_t earlier = std::exchange(own->second, number); earlier != number) {
+        forget(earlier);
+    }
+    return true;
 }
 
 void Clients::forget(std::uint64_t number) {
@@ -109,7 +113,8 @@ bool Clients::serve() {
         } catch (const std::exception&) {
             client.is_over = true;  // it cannot be reached
         }
-        if (may_go(client)) {
+        const bool has_failed = client.endpoint && client.endpoint->failure();
+        if (has_failed || (client.is_over && !is_kept(number, client))) {
             forget(number);
         }
     }
@@ -143,7 +148,16 @@ bool Clients::add_lane(std::uint64_t number) {
     return ++clients_.at(number).num_lanes <= kMaxLanes;
 }
 
+void Clients::let_in(std::string_view worker) {
+    std::erase(unseen_, worker);
+    connected_.try_emplace(std::string(worker));
+}
+
 void Clients::shut_out(std::string_view worker) {
+    if (const auto own = connected_.find(worker); own != connected_.end()) {
+        busy_.push_back(own->second);
+        connected_.erase(own);
+    }
     bool is_seen = false;
     for (auto& [number, client] : clients_) {
         const bool is_its = worker_id(client.address) == worker;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -35,7 +36,7 @@ class Clients {
     /// Take no more bytes through the lanes of a worker's present connections.
     void shut_out(std::string_view worker);
     /// Trust the next connection of a worker: this side connects to it.
-    void let_in(std::string_view worker) { std::erase(unseen_, worker); }
+    void let_in(std::string_view worker);
     /// Whether a connection, which is open, was made since its worker was shut out.
     [[nodiscard]] bool may_write(std::uint64_t number) const {
         return clients_.at(number).may_write;
@@ -60,7 +61,10 @@ class Clients {
     };
 
     void serve(std::uint64_t number, Client& client);
-    [[nodiscard]] bool may_go(const Client& client) const;
+    /// Whether the endpoint of a connection that is over may be the other end of the peer's next.
+    /// UCX pairs the endpoints of two workers by the order in which each side makes them, so this
+    /// happens if both connect at once. One connection later it has no such use.
+    [[nodiscard]] bool is_kept(std::uint64_t number, const Client& client);
     void forget(std::uint64_t number);
 
     const std::shared_ptr<Worker> worker_;
@@ -72,6 +76,8 @@ class Clients {
     std::deque<std::uint64_t> newest_;  ///< the last to come, which may be unopened
     std::deque<std::uint64_t> gone_;    ///< the last to close, whose late messages are dropped
     std::deque<std::string> unseen_;    ///< workers shut out that had no connection: one may come
+    /// Workers that this side is connected to, and the last connection of each that is kept.
+    std::map<std::string, std::uint64_t, std::less<>> connected_;
     std::uint64_t num_failures_seen_ = 0;  ///< of the worker's
     bool is_closed_ = false;
 };
