@@ -27,9 +27,8 @@ NATIVE_SOURCES := CMakeLists.txt CMakePresets.json pyproject.toml $(wildcard cma
 FORMATTED := $(shell find csrc tests/cpp tests/cuda_stub -name '*.?pp')
 
 .PHONY: help ci build demo test wheel sdist check-wheel test-wheel ci-wheel matrix release-check \
-	test-vllm test-vllm-ci test-vllm-releases matrix-vllm bench-vllm constraints lint typing stubs format tidy \
-	asan asan-tests tsan soak mutants cov \
-	cov-report docs pages bench gpu-wheels gpu clean
+	test-vllm test-vllm-ci test-vllm-releases matrix-vllm vllm-own-tests bench-vllm constraints \
+	lint typing stubs format tidy asan asan-tests tsan soak mutants cov cov-report docs pages bench gpu-wheels gpu clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
@@ -141,6 +140,9 @@ test-vllm-releases: $(VLLM_VENV)/.installed  ## the connector in the schedulers 
 
 matrix-vllm: $(VLLM_VENV)/.installed  ## the tests of test-vllm-ci over all releases of vLLM that are served
 	$(PY) .ci/vllm_releases.py
+
+vllm-own-tests: $(VLLM_VENV)/.installed  ## vLLM's own tests of connectors, with its connector and with ours
+	$(PY) .ci/vllm_own_tests.py
 
 bench-vllm: $(VLLM_VENV)/.installed  ## vLLM's connector and ours, between the same engines
 	$(VLLM_PY) bench/vllm_compare.py
