@@ -29,9 +29,8 @@ Checksums = Literal["off", "sampled", "all"]
 
 _MAX_TEXT = 512
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=_MAX_TEXT)]
-_TraceParent = Annotated[
-    str, msgspec.Meta(max_length=55, pattern="^00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
-]
+TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+"""W3C's header of this name (Trace Context, 3.2.2); who receives another form ignores it."""
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 _MAX_RANKS = 4096
 _Size = Annotated[int, msgspec.Meta(ge=1, le=_MAX_RANKS)]
@@ -212,7 +211,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """The producer's `Lease`, as text."""
     lease_duration: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
     """Seconds that the lease lasts after its start and after each heartbeat."""
-    traceparent: _TraceParent | None = None
+    traceparent: str | None = None
     """Of the producer's request, as W3C's header of this name: parent of the consumer's spans."""
     transfer_mode: TransferMode = "pull"
     sibling_group: _Text | None = None
@@ -234,6 +233,8 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"kv_transfer_params is a {type(params).__name__}; expected a mapping"
             )
         given = {key: value for key, value in params.items() if value is not None}
+        if not TRACEPARENT.fullmatch(str(given.get("traceparent"))):
+            given.pop("traceparent", None)
         try:
             made = msgspec.convert(given, cls)
         except msgspec.ValidationError as error:

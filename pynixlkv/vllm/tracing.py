@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from typing import TYPE_CHECKING
+
+from pynixlkv.connector.metadata import TRACEPARENT
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -14,14 +15,13 @@ if TYPE_CHECKING:
     from pynixlkv.connector.spans import HandOffSpan, Tracer
 
 _log = logging.getLogger(__name__)
-_PARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _SUCCESSES = ("received", "released", "unread")
 
 
 def parent_of(request: Request) -> str | None:
     """Return the header with the trace that a request belongs to; None without a valid one."""
     header = (request.trace_headers or {}).get("traceparent", "")
-    return header if _PARENT.fullmatch(header) else None
+    return header if TRACEPARENT.fullmatch(header) else None
 
 
 def make_tracer(config: VllmConfig) -> Tracer | None:
