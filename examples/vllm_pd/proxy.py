@@ -102,8 +102,9 @@ class Proxy:
         """Send one prompt through prefill to decode; gives the answer of the last one asked."""
         name = request.headers.get("X-Request-Id", uuid.uuid4().hex)
         headers = {"X-Request-Id": name + suffix}
-        if "Authorization" in request.headers:
-            headers["Authorization"] = request.headers["Authorization"]
+        for passed_on in ("Authorization", "traceparent", "tracestate"):
+            if passed_on in request.headers:
+                headers[passed_on] = request.headers[passed_on]
 
         decode = await self._find_decode()
         url = next(self._prefill) + request.path

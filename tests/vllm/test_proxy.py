@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from engines import MAX_TOKENS, START_S, environment, make_prompts, wait_for
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from ports import free_port
 
 pytestmark = pytest.mark.timeout(900)
@@ -132,7 +133,7 @@ def guide(model, tmp_path_factory):
 
 
 @contextlib.contextmanager
-def serving(guide, settings=None):
+def serving(guide, settings=None, more=""):
     """The prefill server, the decode server, and the proxy, of the guide or with other settings."""
     started = []
     try:
@@ -141,7 +142,9 @@ def serving(guide, settings=None):
             (guide.decode, "8200", "/health"),
             (guide.proxy, "8000", "/"),
         ):
-            text = block if settings is None else ROLE.sub(settings, block)
+            text = block
+            if settings is not None and block != guide.proxy:
+                text = f"{ROLE.sub(settings, block).rstrip()} {more}\n"
             started.append(guide.start(text, port, port))
             started[-1].wait(path)
         yield started
@@ -376,22 +379,88 @@ def test_an_error_of_a_server_reaches_who_asked(services, prompt):
     caught.value.close()
 
 
-def test_the_next_turn_of_a_conversation_is_fetched_from_decode(guide, services):
+class Collector:
+    """Receives the spans that the servers export."""
+
+    def __init__(self):
+        self.spans = []
+        collector = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                sent = ExportTraceServiceRequest()
+                sent.ParseFromString(self.rfile.read(int(self.headers["Content-Length"])))
+                for resource in sent.resource_spans:
+                    for scope in resource.scope_spans:
+                        collector.spans.extend(scope.spans)
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_):
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/v1/traces"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def of_trace(self, trace):
+        return {each.name: each for each in self.spans if each.trace_id.hex() == trace}
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture(scope="module")
+def collector():
+    made = Collector()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def chatting(guide, services, collector):
+    """Servers that hold conversations and export spans, and the proxy."""
     for service in services:
         service.close()  # its ports are used again
-    with serving(guide, CONVERSATIONS) as (prefill, _, proxy):
-        (prompt,) = make_prompts([200], 21)
-        chat = {"X-Conversation-Id": "chat"}
-        (line,) = ask(proxy, prompt, chat, max_tokens=200)
-        assert "kv_transfer_params" not in json.loads(line)
-        (words,) = texts([line])
-        prompt += [*(int(word.removeprefix("t")) for word in words), 9, 8, 7]
-        received = "vllm:pynixlkv_requests_received_total"
-        external = (
-            'vllm:prompt_tokens_by_source_total{engine="0",model_name="small",source="external'
-        )
-        before = counted(prefill, received), counted(prefill, external)
-        (line,) = ask(proxy, prompt, chat)
-        assert counted(prefill, received) - before[0] == 1
-        assert counted(prefill, external) - before[1] == 384 - 128  # it has the first block itself
-        assert len(texts([line])[0]) == MAX_TOKENS
+    guide.env |= {
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        "OTEL_BSP_SCHEDULE_DELAY": "100",
+    }
+    with serving(guide, CONVERSATIONS, f"--otlp-traces-endpoint {collector.url}") as started:
+        yield started
+
+
+def test_the_next_turn_of_a_conversation_is_fetched_from_decode(chatting):
+    prefill, _, proxy = chatting
+    (prompt,) = make_prompts([200], 21)
+    chat = {"X-Conversation-Id": "chat"}
+    (line,) = ask(proxy, prompt, chat, max_tokens=200)
+    assert "kv_transfer_params" not in json.loads(line)
+    (words,) = texts([line])
+    prompt += [*(int(word.removeprefix("t")) for word in words), 9, 8, 7]
+    received = "vllm:pynixlkv_requests_received_total"
+    external = 'vllm:prompt_tokens_by_source_total{engine="0",model_name="small",source="external'
+    before = counted(prefill, received), counted(prefill, external)
+    (line,) = ask(proxy, prompt, chat)
+    assert counted(prefill, received) - before[0] == 1
+    assert counted(prefill, external) - before[1] == 384 - 128  # it has the first block itself
+    assert len(texts([line])[0]) == MAX_TOKENS
+
+
+def test_the_spans_of_a_hand_off_are_in_the_trace_of_its_client(chatting, collector):
+    _, _, proxy = chatting
+    (prompt,) = make_prompts([300], 22)
+    trace, parent = "5a" * 16, "c3" * 8
+    list(ask(proxy, prompt, {"traceparent": f"00-{trace}-{parent}-01"}))
+    phases = {"kv_hand_off": {"handshake", "read", "verified"}, "kv_lease": {"released"}}
+    wanted = phases.keys() | set().union(*phases.values())
+    wait_for(lambda: wanted <= collector.of_trace(trace).keys(), f"spans {wanted}", 60, 0.1)
+    spans = collector.of_trace(trace)
+    for whole, names in phases.items():
+        assert spans[whole].parent_span_id.hex() == parent
+        for name in names:
+            assert spans[name].parent_span_id == spans[whole].span_id
+            begin, end = spans[name].start_time_unix_nano, spans[name].end_time_unix_nano
+            assert spans[whole].start_time_unix_nano <= begin <= end
+            assert end <= spans[whole].end_time_unix_nano
