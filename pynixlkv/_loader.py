@@ -18,7 +18,7 @@ from fnmatch import fnmatch
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from pynixlkv.errors import LibraryNotFoundError, LibraryVersionError, PynixlkvError
 
@@ -314,6 +314,13 @@ def _loaded_libraries() -> tuple[LoadedLibrary, ...]:
     )
 
 
+class DeviceDriver(NamedTuple):
+    """What `_native.transfer.device_driver` says of the CUDA driver."""
+
+    problem: str = ""
+    has_dma_buf: bool = False
+
+
 @dataclass(frozen=True)
 class ProbeResult:
     """The output of `pynixlkv._probe`."""
@@ -321,7 +328,7 @@ class ProbeResult:
     plugins: tuple[PluginReport, ...]
     ucx_version: str
     transports: tuple[str, ...]
-    driver: tuple[str, bool] = ("", False)  # as of `_native.transfer.device_driver`
+    driver: DeviceDriver
 
 
 def _probe(library: str) -> ProbeResult:
@@ -377,20 +384,19 @@ def summary(transports: tuple[str, ...]) -> str:
     from pynixlkv import _native
 
     names = {transport.split("/")[0] for transport in transports}
-    driver = ("", False)
+    driver = DeviceDriver()
     if "cuda_copy" in names:  # this process has opened the driver
-        driver = _native.transfer.device_driver()
+        driver = DeviceDriver(*_native.transfer.device_driver())
     host = ", ".join(sorted(name for name in names if not name.startswith("cuda")))
     parts = [f"host memory moves by {host}"] if host else []
     parts += [f"GPU memory, {way}" for way in _device_memory(transports, driver)]
     return "; ".join(parts + [f"missing {what}" for what in _missing(transports, driver)])
 
 
-def _missing(transports: tuple[str, ...], driver: tuple[str, bool]) -> list[str]:
+def _missing(transports: tuple[str, ...], driver: DeviceDriver) -> list[str]:
     if not transports:
         return ["UCX: NIXL's UCX plugin could not be loaded, or its UCX could not be started"]
     names = {transport.split("/")[0] for transport in transports}
-    problem, has_dma_buf = driver
     missing = []
     if "cma" not in names:
         missing.append(
@@ -400,11 +406,11 @@ def _missing(transports: tuple[str, ...], driver: tuple[str, bool]) -> list[str]
     if not any(name.startswith("cuda") for name in names):
         missing.append(
             "VRAM: this UCX could not open a CUDA transport; "
-            + (problem or "needs an NVIDIA GPU and its driver (libcuda.so.1)")
+            + (driver.problem or "needs an NVIDIA GPU and its driver (libcuda.so.1)")
         )
     if not has_rdma(names):
         missing.append("RDMA: this UCX could not open an RDMA device; needs one and its driver")
-    elif "cuda_copy" in names and not has_dma_buf and not _PEERMEM.exists():
+    elif "cuda_copy" in names and not driver.has_dma_buf and not _PEERMEM.exists():
         missing.append(
             "GPUDirect RDMA: nvidia_peermem is not loaded and the driver has no dma-buf, so GPU "
             "memory passes through host memory on its way to other hosts: modprobe nvidia_peermem, "
@@ -418,7 +424,7 @@ def has_rdma(names: set[str]) -> bool:
     return any(name.startswith(("rc", "dc", "ud", "srd")) for name in names)
 
 
-def _device_memory(transports: tuple[str, ...], driver: tuple[str, bool]) -> tuple[str, ...]:
+def _device_memory(transports: tuple[str, ...], driver: DeviceDriver) -> tuple[str, ...]:
     """Return how GPU memory moves with these transports."""
     names = {transport.split("/")[0] for transport in transports}
     if "cuda_copy" not in names:
@@ -426,7 +432,7 @@ def _device_memory(transports: tuple[str, ...], driver: tuple[str, bool]) -> tup
     same_host = "cuda_ipc, from GPU to GPU" if "cuda_ipc" in names else "through host memory"
     if not has_rdma(names):
         others = "through host memory and TCP"
-    elif driver[1]:
+    elif driver.has_dma_buf:
         others = "GPUDirect RDMA, by dma-buf"
     elif _PEERMEM.exists():
         others = "GPUDirect RDMA, by nvidia_peermem"
@@ -447,7 +453,7 @@ def native_report() -> NativeReport:
         ucx = UCX.location()
     except LibraryNotFoundError as error:
         missing.append(f"UCX: {error}")
-    probed = ProbeResult((), "", ())
+    probed = ProbeResult((), "", (), DeviceDriver())
     try:
         nixl = NIXL.location()
         probed = _probe(nixl.path)

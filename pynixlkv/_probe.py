@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from pynixlkv import _loader, _native
-from pynixlkv._loader import PluginReport, ProbeResult, _mapped_files
+from pynixlkv._loader import DeviceDriver, PluginReport, ProbeResult, _mapped_files
 from pynixlkv.errors import NixlError, UcxError
 
 
@@ -62,7 +62,9 @@ def main(path: str) -> None:
     """Probe the library and print the result."""
     agent = _native.nixl.NativeAgent(_native.nixl.Library(path), "pynixlkv-probe")
     # In this order: the plugins load the UCX.
-    result = ProbeResult(probe_plugins(agent), *probe_ucx(), _native.transfer.device_driver())
+    result = ProbeResult(
+        probe_plugins(agent), *probe_ucx(), DeviceDriver(*_native.transfer.device_driver())
+    )
     sys.stdout.write("\n" + msgspec.json.encode(result).decode() + "\n")
 
 

@@ -256,7 +256,7 @@ def test_native_report_says_what_works():
 def test_the_report_says_how_gpu_memory_moves(
     transports, has_peermem, has_dma_buf, ways, is_incomplete, tmp_path, monkeypatch
 ):
-    driver = ("", has_dma_buf)
+    driver = _loader.DeviceDriver("", has_dma_buf)
     monkeypatch.setattr(_loader, "_PEERMEM", tmp_path if has_peermem else tmp_path / "none")
     opened = tuple(f"{name}/device" for name in transports.split())
     found = _loader._device_memory(opened, driver)
