@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/error.hpp"
+#include "base/text.hpp"
 
 namespace pynixlkv::nixl {
 
@@ -81,6 +82,13 @@ NixlDriver::NixlDriver(std::shared_ptr<const Library> library, std::string name,
                        const DriverOptions& options)
     : library_(std::move(library)), name_(std::move(name)), options_(options) {
     make();
+    try {
+        (void)agent_->local_metadata();
+    } catch (const NativeError& e) {
+        throw Error("ConfigError", text("NIXL's backend ", options_.backend, " reaches no peer (",
+                                        e.what(), "); expected one that does, such as UCX. ",
+                                        "pynixlkv.nixl.Agent moves bytes to files and objects"));
+    }
 }
 
 void NixlDriver::make() {

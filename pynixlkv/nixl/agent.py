@@ -46,7 +46,7 @@ class NixlAgent(Agent):
     LibraryNotFoundError, LibraryVersionError
         If NIXL is not installed or too old; the message says what to install.
     ConfigError
-        If the name is empty, or the secret.
+        If the name is empty, or the secret, or if the backend reaches no peers, as of files.
     NixlError
         If NIXL does not start the agent or the backend.
 
