@@ -62,7 +62,8 @@ def test_unpacked(requirement: str) -> tuple[str, Result]:
 
 def test_installed(requirement: str) -> tuple[str, Result]:
     """Test the connector in engines of a release."""
-    venv = f"build/matrix/{requirement.removesuffix('.*')}"
+    # make takes a word with = in it for a variable.
+    venv = f"build/matrix/{requirement.removesuffix('.*').replace('==', '-')}"
     run(
         "make",
         f"{venv}/.installed",
