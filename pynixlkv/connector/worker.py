@@ -168,6 +168,7 @@ class ConnectorWorker:
         self._commands: deque[Callable[[float], None]] = deque()
         self._lock = threading.Lock()  # guards _finished
         self._finished = Finished()
+        self._has_finished = threading.Event()
         self._sent: set[str] = set()
         self._ends: dict[str, RequestEnd] = {}
         self._stopping = threading.Event()
@@ -299,10 +300,17 @@ class ConnectorWorker:
         """Note that a layer, by global index, has been launched and can be pushed after `event`."""
         self._do(lambda _: self._sender.layer_done(layer, event))
 
-    def get_finished(self) -> Finished:
-        """Return the requests that have ended since the last call. Does not wait."""
+    def get_finished(self, timeout: float = 0.0) -> Finished:
+        """Return the requests that have ended since the last call; wait for the first of them.
+
+        At most for `timeout` seconds: of use for a caller that has nothing to do and would ask
+        again at once, taking the processor from the connector's thread.
+        """
+        if timeout:
+            self._has_finished.wait(timeout)
         with self._lock:
             finished, self._finished = self._finished, Finished()
+            self._has_finished.clear()
         return finished
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -369,6 +377,7 @@ class ConnectorWorker:
                 self._finished.failed[request_id] = end
         self._finished.sent |= self._sent
         self._ends, self._sent = {}, set()
+        self._has_finished.set()
 
     def _guard(self, command: Callable[[], None]) -> None:
         """Run a command; its failure must not end the thread."""

@@ -75,6 +75,10 @@ if TYPE_CHECKING:
 log_as_vllm()
 _log = logging.getLogger(__name__)
 
+_IDLE_STEP_S = 0.002
+"""vLLM makes steps as fast as it can while requests are awaited or held. If nothing runs, a step
+waits this long for news, instead of taking the processor from those that make them."""
+
 _SAMPLE = re.compile(r"\d+_(.+)", re.DOTALL)
 """The id that vLLM gives each of several samples of one request: its number, and that one's id."""
 
@@ -88,6 +92,8 @@ class _StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Requests with invalid parameters, and why: they fail as a failed load does."""
     rejected_blocks: set[int] = field(default_factory=set)
     """Their blocks."""
+    is_idle: bool = False
+    """Nothing runs: requests are only awaited, or held for their readers."""
 
 
 @dataclass
@@ -156,6 +162,8 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._layer_numbers: dict[str, int] = {}
         self._device: torch.device | None = None  # of the cache, once it is known
         self._is_step_begun = False
+        self._num_empty_steps = 0  # since the last with tokens
+        self._idle_s = 0.0  # how long the step of a worker may wait
         self._content = partial(content_digest, hash_features=numbers_features(vllm_config))
         groups = group_specs(kv_cache_config, self._dcp)  # refuses unsupported kinds of cache
         self._withheld = withheld_tokens(
@@ -343,7 +351,19 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._save(scheduler_output)
         rejected, self._failing = self._failing, {}
         blocks, self._invalid = self._invalid, set()
-        return _StepMetadata(self._side.build_connector_meta(), rejected, blocks)
+        return _StepMetadata(
+            self._side.build_connector_meta(), rejected, blocks, self._is_idle(scheduler_output)
+        )
+
+    def _is_idle(self, step: SchedulerOutput) -> bool:
+        """Return whether no step with tokens can be under way any more."""
+        parallel = self._vllm_config.parallel_config
+        is_empty = not step.total_num_scheduled_tokens
+        self._num_empty_steps = self._num_empty_steps + 1 if is_empty else 0
+        # vLLM launches a step for each stage, or two, before it waits for the first of them. The
+        # steps of data-parallel engines wait for each other.
+        under_way = max(parallel.pipeline_parallel_size, 2)
+        return bool(self._num_empty_steps > under_way and parallel.data_parallel_size == 1)
 
     def _save(self, scheduler_output: SchedulerOutput) -> None:
         """Push what this step computes of prompts for consumers, layer by layer."""
@@ -544,6 +564,8 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Take the message of a step."""
         super().bind_connector_metadata(connector_metadata)
         self._is_step_begun = False
+        assert isinstance(connector_metadata, _StepMetadata)
+        self._idle_s = _IDLE_STEP_S if connector_metadata.is_idle else 0.0
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:  # noqa: ARG002
         """Hand the step's message to the worker half."""
@@ -615,7 +637,7 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _take_ended(self) -> tuple[set[str], set[str], set[str]]:
         """Return the requests that were sent, were received, and failed to be received."""
         try:
-            finished = Finished() if self._is_replica else self._loader.get_finished()
+            finished = Finished() if self._is_replica else self._loader.get_finished(self._idle_s)
         except Exception:
             _log.exception("the requests that have ended are asked for again in the next step")
             finished = Finished()

@@ -10,6 +10,7 @@ from toy_world import World
 
 from pynixlkv import KVCache
 from pynixlkv.connector import messages
+from pynixlkv.connector.context import WorkerContext
 from pynixlkv.connector.metadata import Lease, ParallelSizes
 from pynixlkv.connector.scheduler import GroupSpec, cut_table
 from pynixlkv.errors import (
@@ -52,6 +53,14 @@ def test_tables_of_other_blocks_than_those_of_the_cache_are_refused(world, size)
     error = fail(world, {**params, "remote_block_sizes": [size]})
     assert isinstance(error, PlanError)
     assert f"a block of its table stands for {size} tokens" in str(error)
+
+
+@pytest.mark.parametrize(("blocks", "starts"), [((), ()), (((1,),), ()), (((1,),), (0, 0))])
+def test_tables_that_are_not_those_of_a_geometry_are_refused(blocks, starts):
+    layers = {"x": np.zeros((4, 2, 8, 2, 4), "f4")}
+    cache = KVCache.from_tensors(layers, axes="BKNHD", kv_heads=2).geometry
+    with pytest.raises(PlanError, match=f"there are {len(blocks)} tables and {len(starts)} starts"):
+        WorkerContext.tables_by_group(None, cache, blocks, starts, ())
 
 
 @pytest.mark.parametrize("num_caches", [0, 1, 2, 3])

@@ -396,6 +396,20 @@ def test_a_request_is_readable_only_when_its_copy_has_ended():
         assert producer.pool.num_free == consumer.pool.num_free == (HOST_BLOCKS,)
 
 
+def test_who_waits_for_an_end_is_woken_by_it():
+    with handing_over() as (producer, consumer), ThreadPoolExecutor(1) as executor:
+        assert not consumer.worker.get_finished(0.01)
+        waiting = executor.submit(consumer.worker.get_finished, DEADLINE_S)
+        for each in (consumer, producer):
+            each.worker.start_load_kv(each.scheduler.build_connector_meta())
+        while not waiting.done():
+            for each in (producer, consumer):
+                each.rank.copy.finish()
+                each.worker.poll()
+        assert waiting.result().received == {"c"}
+        assert not consumer.worker.get_finished()
+
+
 def test_wrong_bytes_are_found_in_host_blocks_and_not_copied_to_the_device(monkeypatch):
     monkeypatch.setattr(receiver, "Verification", SpoiledVerification)
     monkeypatch.setattr(SpoiledVerification, "count", 1)

@@ -46,7 +46,12 @@ def differing(mine, theirs):
 
 
 ROPE = {"rope_type": "default", "rope_theta": 5e5}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
 FP8 = ["cache_dtype", "fp8_format", "quantization_mode", "scales"]
 
 

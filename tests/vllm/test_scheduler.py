@@ -252,6 +252,17 @@ def test_a_hand_off_names_requests_as_each_side_does(base, decode):
     producer.check_that_nothing_is_left()
 
 
+def test_workers_wait_in_steps_in_which_nothing_runs(base):
+    producer, _ = hand_over(base, 70)
+    # Of the first two, a step with tokens may still be under way.
+    assert [producer.step()[0].is_idle for _ in range(4)] == [False, False, True, True]
+    producer.add("p-2", 10, {"do_remote_decode": True})
+    assert not producer.step()[0].is_idle
+    producer.config.parallel_config = copy.copy(base.parallel_config)
+    producer.config.parallel_config.data_parallel_size = 2  # its engines make steps together
+    assert not any(producer.step()[0].is_idle for _ in range(5))
+
+
 def test_a_hand_off_carries_the_trace_of_its_request(base, decode):
     mine, theirs = (f"00-{digit * 32}-{digit * 16}-01" for digit in "ab")
     producer = Side(base, PRODUCER)
