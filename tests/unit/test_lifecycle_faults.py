@@ -1106,6 +1106,19 @@ def test_a_request_that_was_pushed_by_layers_can_share_a_lease_in_its_next_life(
     assert shared["lease"] == params["lease"]
 
 
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_no_layer_is_pushed_of_a_request_that_has_ended(is_complete):
+    scheduler = ConnectorScheduler(
+        "P", [GroupSpec(4)], address=("h", 1), config=ConnectorConfig(transfer_mode="push")
+    )
+    request = RequestInfo("p0", 8, KVTransferParams(do_remote_decode=True))
+    scheduler.save(request, ((0, 1),), 8)
+    scheduler.request_finished(request, ((0, 1),), 8, is_complete=is_complete)
+    step = scheduler.build_connector_meta()
+    assert not step.reqs_to_save
+    assert bool(step.reqs_to_send) is is_complete
+
+
 def test_a_release_that_cannot_be_sent_is_counted():
     with pair() as (world, prefill, decode):
         agent = decode.ranks[0].agent

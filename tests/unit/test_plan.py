@@ -325,6 +325,7 @@ def test_buffers_that_do_not_fit(out, message) -> None:
 def test_physical_blocks() -> None:
     assert physical_blocks([3, 5], 4).tolist() == [12, 13, 14, 15, 20, 21, 22, 23]
     assert physical_blocks([], 2).tolist() == []
+    assert physical_blocks([3, 5], 1).tolist() == [3, 5]
     with pytest.raises(PlanError, match="ratio is 0"):
         physical_blocks([1], 0)
     with pytest.raises(PlanError, match="logical_blocks has shape"):
