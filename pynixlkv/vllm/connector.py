@@ -42,7 +42,7 @@ from pynixlkv.vllm.caches import (
 )
 from pynixlkv.vllm.content import content_digest, numbers_features
 from pynixlkv.vllm.facts import compatibility, fp8_format
-from pynixlkv.vllm.host import BlockCopy, work_so_far
+from pynixlkv.vllm.host import BlockCopy, processors_of_parent, work_so_far
 from pynixlkv.vllm.options import Options
 from pynixlkv.vllm.stats import PyNixlKVPromMetrics, PyNixlKVStats
 from pynixlkv.vllm.tracing import make_tracer, parent_of
@@ -512,18 +512,20 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             }
             self._copy = BlockCopy(kv_caches, host, cache.geometry)
             staging = HostStaging(cache, describe(host), self._copy)
-        self._agent = self._make_agent(f"{self._engine_id}.{rank[0]}.{rank[1]}")
-        self._worker = ConnectorWorker(
-            self._agent,
-            engine_id=self._engine_id,
-            rank=rank,
-            parallel=self._parallel,
-            config=self._settings,
-            tracer=make_tracer(self._vllm_config),
-        )
-        self._hello = _WorkerHello(
-            self._worker.register_kv_caches(cache, staging=staging), self._settings.compatibility
-        )
+        with processors_of_parent():
+            self._agent = self._make_agent(f"{self._engine_id}.{rank[0]}.{rank[1]}")
+            self._worker = ConnectorWorker(
+                self._agent,
+                engine_id=self._engine_id,
+                rank=rank,
+                parallel=self._parallel,
+                config=self._settings,
+                tracer=make_tracer(self._vllm_config),
+            )
+            self._hello = _WorkerHello(
+                self._worker.register_kv_caches(cache, staging=staging),
+                self._settings.compatibility,
+            )
         _log.info(
             "rank %s of engine %s moves KV with %s (%s); %s mode, layout %s; %r",
             rank, self._engine_id, type(self._agent).__name__, self._agent.transport,

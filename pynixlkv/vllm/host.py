@@ -1,7 +1,9 @@
-"""Host buffers: vLLM's own function copies device memory that cannot be registered."""
+"""The host: buffers for device memory that cannot be registered, streams, and processors."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +11,7 @@ import torch
 from pynixlkv.connector.staging import COMPLETED, TensorCopy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from pynixlkv.connector.metadata import BlockLists
     from pynixlkv.connector.staging import DeviceEvent, Direction
@@ -78,3 +80,18 @@ class BlockCopy:
             else:
                 self.operation(host, device, other, ids, direction)
         return work_so_far(self._device) or COMPLETED
+
+
+@contextlib.contextmanager
+def processors_of_parent() -> Iterator[None]:
+    """Let threads that are started inside use all processors that this process was given.
+
+    vLLM binds the main thread of a CPU worker to the processors that compute, and threads inherit
+    that. An agent's would compete there with OpenMP's, which spin.
+    """
+    bound = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, bound | os.sched_getaffinity(os.getppid()))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, bound)

@@ -1,6 +1,8 @@
 """The fences of the hooks, which vLLM's own code calls: on which stream, after which work."""
 
 import contextlib
+import os
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ from pynixlkv.connector.metadata import ConnectorMetadata
 from pynixlkv.connector.worker import Finished
 from pynixlkv.vllm import PyNixlKVConnector
 from pynixlkv.vllm.connector import _StepMetadata
+from pynixlkv.vllm.host import processors_of_parent
 
 pytestmark = pytest.mark.ci
 CARD = 3
@@ -101,3 +104,18 @@ def test_fences_are_after_all_that_vllm_has_launched(loads_first, monkeypatch):
     loads_first |= "has_sync_kv_loads" not in SchedulerOutput.__dataclass_fields__
     assert worker.steps == [first[:1] if loads_first else first]
     assert accelerator.current == 0
+
+
+def test_threads_of_an_agent_are_not_bound_to_the_processors_that_compute():
+    before = os.sched_getaffinity(0)
+    found = []
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        with processors_of_parent():
+            thread = threading.Thread(target=lambda: found.append(os.sched_getaffinity(0)))
+            thread.start()
+            thread.join()
+        assert os.sched_getaffinity(0) == {min(before)}
+    finally:
+        os.sched_setaffinity(0, before)
+    assert found == [os.sched_getaffinity(os.getppid()) | {min(before)}]
