@@ -734,7 +734,7 @@ class FakeWorker:
     def save_kv_layer(self, layer, event):
         self.taken.append(layer)
 
-    def get_finished(self):
+    def get_finished(self, _timeout):
         finished, self.finished = self.finished, Finished()
         return finished
 
