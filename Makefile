@@ -28,7 +28,8 @@ FORMATTED := $(shell find csrc tests/cpp tests/cuda_stub -name '*.?pp')
 
 .PHONY: help ci build demo test wheel sdist check-wheel test-wheel ci-wheel matrix release-check \
 	test-vllm test-vllm-ci test-vllm-releases matrix-vllm vllm-own-tests bench-vllm constraints \
-	lint typing stubs format tidy asan asan-tests tsan soak mutants cov cov-report docs pages bench gpu-wheels gpu clean
+	lint typing stubs format tidy asan asan-tests tsan soak mutants cov cov-report docs pages bench \
+	gpu-wheels gpu clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _SYN_S = 1.0
 """Seconds until TCP tries again to connect to a host that does not answer."""
 _RECONNECT_S = 0.15
-"""Seconds until ZeroMQ, which spreads them too, connects again to a port that nobody listens at."""
+"""Seconds until ZeroMQ connects again to a port without a listener; ZeroMQ spreads them too."""
 _WINDOW_S = 0.1
 """Seconds over which the connections to a server are counted for `Counts.most_asked`."""
 
