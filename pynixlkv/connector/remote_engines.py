@@ -281,7 +281,7 @@ class RemoteEngines:
         self, peer: Peer, ours: KVCache, theirs: Geometry, slices: list[tp_mapping.TransferSlice]
     ) -> None:
         """Make the self-test with a peer, unless the scratch blocks are in use for long."""
-        timeout = self._ctx.config.handshake_timeout
+        timeout = self._ctx.config.transfer_timeout
         if not self._testing.acquire(timeout=timeout):
             return
         try:

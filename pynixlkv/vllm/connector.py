@@ -75,9 +75,10 @@ if TYPE_CHECKING:
 log_as_vllm()
 _log = logging.getLogger(__name__)
 
-_IDLE_STEP_S = 0.002
+_IDLE_STEP_S, _IDLE_STEP_CPU_S = 0.002, 0.02
 """vLLM makes steps as fast as it can while requests are awaited or held. If nothing runs, a step
-waits this long for news, instead of taking the processor from those that make them."""
+waits this long for news, instead of taking the processor from those that make them. On the CPU, a
+step is longer, and its processors are those that move the blocks."""
 
 _SAMPLE = re.compile(r"\d+_(.+)", re.DOTALL)
 """The id that vLLM gives each of several samples of one request: its number, and that one's id."""
@@ -567,7 +568,9 @@ class PyNixlKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_connector_metadata(connector_metadata)
         self._is_step_begun = False
         assert isinstance(connector_metadata, _StepMetadata)
-        self._idle_s = _IDLE_STEP_S if connector_metadata.is_idle else 0.0
+        on_cpu = self._device is not None and self._device.type == "cpu"
+        idle_s = _IDLE_STEP_CPU_S if on_cpu else _IDLE_STEP_S
+        self._idle_s = idle_s if connector_metadata.is_idle else 0.0
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:  # noqa: ARG002
         """Hand the step's message to the worker half."""
