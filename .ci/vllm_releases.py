@@ -9,7 +9,6 @@ over the environment `.venv-vllm`, as the first does with a release that has no 
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import zipfile
@@ -52,12 +51,10 @@ def test_unpacked(requirement: str) -> tuple[str, Result]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     version = unpack(requirement, folder)
-    os.environ["PYTHONPATH"] = str(folder)
-    try:
-        return version, run_suite(VENV / "bin" / "python", UNITS, WORK / f"{folder.name}.xml")
-    finally:
-        del os.environ["PYTHONPATH"]
-        shutil.rmtree(folder)
+    report, env = WORK / f"{folder.name}.xml", {"PYTHONPATH": str(folder)}
+    result = run_suite(VENV / "bin" / "python", UNITS, report, env)
+    shutil.rmtree(folder)
+    return version, result
 
 
 def test_installed(requirement: str) -> tuple[str, Result]:
