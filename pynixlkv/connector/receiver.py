@@ -118,6 +118,8 @@ class _Request:
     queued_at: float
     end: EndState | None = None
     step: _Step = _Step.CONNECTING
+    sleeps_until: float = 0.0
+    """A round does nothing with it before, unless it has news."""
     passed: dict[str, float] = field(default_factory=dict)
     """When each step was seen first."""
     sources: list[_Source] = field(default_factory=list)
@@ -238,6 +240,9 @@ class Receiver:
             is_early = any(e.state is RemoteEngineState.CONNECTING for e in self._engines.all())
             self._ctx.stats.count("early_notifications" if is_early else "foreign_notifications")
             return
+        if not all(producer.has_answered for producer in producers):
+            for request in self._requests.values():
+                request.sleeps_until = 0.0  # it may wait for that
         for producer in producers:
             producer.unanswered = 0
             producer.has_answered = True
@@ -281,6 +286,8 @@ class Receiver:
     def _asked(self, agent: str, push_id: int) -> tuple[_Request | None, RemoteRank | None]:
         """Return the request and the rank that an answer is for, if there are any."""
         request = self._by_push_id.get(push_id)
+        if request is not None:
+            request.sleeps_until = 0.0
         ranks = () if request is None else request.engine.ranks
         return request, next((rank for rank in ranks if rank.peer.name == agent), None)
 
@@ -298,11 +305,16 @@ class Receiver:
         self._checks = [check for check in self._checks if not self._take_words(check, now)]
         to_check: _ToCheck = defaultdict(list)
         for request in list(self._requests.values()):
+            if now < request.sleeps_until and not _has_news(request):
+                due = min(due, request.sleeps_until - now)
+                continue
             try:
                 pause = self._advance(request, now, to_check)
             except Exception as error:  # ends this request and no other
                 self._fail(request, error)
                 pause = 0.0
+            if request.step is _Step.MOVING:
+                request.sleeps_until = now + pause
             due = min(due, pause)
             if request.step is _Step.OVER:
                 del self._requests[request.id], self._by_push_id[request.push_id]
@@ -536,6 +548,8 @@ class Receiver:
         """Read lease words, in one read per producer."""
         for producer, all_asked in to_check.items():
             # Requests for which no word is free ask again in the next round.
+            for request, _ in all_asked:
+                request.sleeps_until = 0.0
             asked = [pair for pair in all_asked if pair[0].end is None][: len(self._free_words)]
             if not asked:
                 continue
@@ -564,6 +578,7 @@ class Receiver:
         error = check.transfer.error
         for (request, source), slot in zip(check.asked, check.slots, strict=True):
             source.is_checking = False
+            request.sleeps_until = 0.0
             if request.end is not None:
                 continue
             if error is not None:
@@ -628,6 +643,7 @@ class Receiver:
         request.error = error
         request.engine.requests[request.id] = None
         request.step = _Step.DRAINING
+        request.sleeps_until = 0.0
         request.ask_at = 0.0  # cancel pushes at once
         for transfer in request.transfers:
             if not transfer.state.is_end:
@@ -711,6 +727,15 @@ def _span(request: _Request, num_bytes: int, now: float) -> HandOffSpan:
             "bytes": num_bytes,
         },
     )
+
+
+def _has_news(request: _Request) -> bool:
+    """Return whether a read has ended since the last round, or a rank that writes is lost."""
+    for source in request.sources:  # as fast as it can be: a round asks this of all requests
+        for transfer in source.running:
+            if transfer.state >= TransferState.DONE:
+                return True
+    return any(not producer.peer.is_connected for producer in request.pushing)
 
 
 def _reader(remote: KVTransferParams) -> messages.Reader:
