@@ -319,7 +319,10 @@ def serve(fd: int) -> None:
             except Exception as error:
                 connection.send(_failure(error))
                 raise
-            name, args, kwargs, timeout, keep = connection.recv()
+            message = connection.recv()
+            if message[0] == "value":  # for a function that has ended
+                continue
+            name, args, kwargs, timeout, keep = message
             faulthandler.dump_traceback_later(timeout + _GRACE_S, exit=True)
             try:
                 result = find(name, kept)(*args, **kwargs)
