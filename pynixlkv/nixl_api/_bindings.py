@@ -7,20 +7,21 @@ release it is refused, where NIXL would follow a dangling pointer.
 
 from __future__ import annotations
 
-import builtins
 import datetime
 import enum
 import functools
 import inspect
 import itertools
+import operator
+import re
 import weakref
-from array import array
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
 from pynixlkv import nixl
+from pynixlkv._kernels import number_rows
 from pynixlkv.errors import (
     AlreadyRegisteredError,
     ClosedError,
@@ -265,10 +266,11 @@ def _field(tag: bytes, data: bytes) -> bytes:
 class _FieldReader:
     """Reads NIXL's serialised form, checking every length before it is used."""
 
-    def __init__(self, data: bytes | memoryview) -> None:
+    def __init__(self, data: bytes | memoryview, position: int = 0) -> None:
         self._data = memoryview(data)
-        self.position = 0
-        self._expect(_HEADER)
+        self.position = position
+        if not position:
+            self._expect(_HEADER)
 
     def take(self, tag: bytes) -> memoryview:
         """Read the next field, which must have this tag."""
@@ -310,26 +312,21 @@ def _join_partial(connection: bytes, memory: bytes) -> bytes:
 # ---- descriptor lists
 
 
-def _as_rows(descs: Sequence[tuple[Any, ...]]) -> tuple[Rows, tuple[Any, ...]]:
-    """Return the first three of each tuple as (n, 3) uint64, and the rest in columns.
-
-    Never rounds or wraps around.
-    """
-    columns = tuple(zip(*descs, strict=True))
+def _as_rows(descs: Sequence[tuple[Any, ...]]) -> Rows:
+    """Return the first three of each tuple as (n, 3) uint64; never rounds or wraps around."""
     rows = np.empty((len(descs), 3), dtype=np.uint64)
-    try:
-        for place, column in enumerate(columns[:3]):
-            rows[:, place] = array("Q", column)
-    except (TypeError, OverflowError):
-        for index, desc in enumerate(descs):
-            for what, number in zip(("address", "length", "device"), desc, strict=False):
-                if not isinstance(number, int | np.integer) or not 0 <= number < 1 << 64:
-                    raise ValueError(
-                        f"descriptor {index} has the {what} {number!r}; it must be an int from 0 "
-                        "to 2**64 - 1"
-                    ) from None
-        raise
-    return rows, columns[3:]
+    for index, desc in enumerate(descs):
+        for place, (what, number) in enumerate(
+            zip(("address", "length", "device"), desc, strict=False)
+        ):
+            value = operator.index(number) if hasattr(number, "__index__") else -1
+            if not 0 <= value < 1 << 64:
+                raise ValueError(
+                    f"descriptor {index} has the {what} {number!r}; it must be an int from 0 to "
+                    "2**64 - 1"
+                )
+            rows[index, place] = value
+    return rows
 
 
 class _DescList:
@@ -354,12 +351,15 @@ class _DescList:
         if isinstance(descs, np.ndarray):
             self._rows = self._from_array(descs)
         elif isinstance(descs, list):
-            if set(map(builtins.type, descs)) - {tuple} or set(map(len, descs)) - {self._width}:
+            rows = number_rows(descs, self._width)
+            if rows is None:
                 for desc in descs:
                     self._check(desc)
-            self._rows, rest = _as_rows(descs)
-            for column in rest:
-                is_blank = set(column) == {self._blank} or set(column) == {""}
+                rows = _as_rows(descs)
+            self._rows = rows
+            if self._width > 3:
+                column = [desc[3] for desc in descs]
+                is_blank = set(column) <= {self._blank, ""}
                 self._extras = (
                     [self._blank] * len(column) if is_blank else list(map(self._extra, column))
                 )
@@ -432,13 +432,13 @@ class _DescList:
 
     def __setitem__(self, index: int, desc: tuple[Any, ...]) -> None:
         self._check(desc)
-        self.rows[self._index(index)] = _as_rows([desc])[0]
+        self.rows[self._index(index)] = _as_rows([desc])
         if self._extras:
             self._extras[index] = self._extra(desc[3])
 
     def addDesc(self, desc: tuple[Any, ...]) -> None:
         self._check(desc)
-        row, _ = _as_rows([desc])
+        row = _as_rows([desc])
         if self._count == len(self._rows):
             spare = np.empty((max(8, self._count), 3), dtype=np.uint64)
             self._rows = np.concatenate([self._rows, spare])
@@ -451,7 +451,7 @@ class _DescList:
 
     def index(self, desc: tuple[Any, ...]) -> int:
         self._check(desc)
-        for place in np.flatnonzero((self.rows == _as_rows([desc])[0]).all(axis=1)):
+        for place in np.flatnonzero((self.rows == _as_rows([desc])).all(axis=1)):
             if not self._extras or self._extras[place] == self._extra(desc[3]):
                 return int(place)
         raise nixlNotFoundError(f"{desc!r} is not in the list of {self._count} descriptors")
@@ -496,7 +496,7 @@ class nixlXferDList(_DescList):
         data = reader.take(b"") if count else b""
         if len(data) != 24 * count:
             raise nixlMismatchError(f"{len(data)} bytes for {count} descriptors of 24 bytes each")
-        rows = np.frombuffer(data, dtype="<u8").reshape(-1, 3).astype(np.uint64)
+        rows = np.frombuffer(data, dtype="<u8").reshape(-1, 3).astype(np.uint64, copy=False)
         nixlXferDList.__init__(self, mem, rows)
 
 
@@ -558,16 +558,26 @@ def _dump(
     return parts
 
 
+_LIST = re.compile(
+    _HEADER.replace(b"|", rb"\|")
+    + rb"nixlDList\x0a\0{7}(nixl[BS]DList)\|t\x04\0{7}(.{4})\|n\x08\0{7}(.{8})\|",
+    re.DOTALL,
+)
+"""The head of a serialised list: its kind, its memory and its number of descriptors."""
+
+
 def _load(kind: bytes, state: bytes | memoryview) -> tuple[nixl_mem_t, int, _FieldReader]:
-    reader = _FieldReader(state)
-    seen = reader.take(b"nixlDList")
-    mem = int.from_bytes(reader.take(b"t"), "little")
-    count = int.from_bytes(reader.take(b"n"), "little")
-    if seen != kind or mem not in tuple(nixl_mem_t):
+    head = _LIST.match(state)
+    if head is None:
+        found = bytes(_FieldReader(state).take(b"nixlDList"))
+        raise nixlMismatchError(f"a list of kind {found!r} with another head than NIXL's")
+    seen, mem = head[1], int.from_bytes(head[2], "little")
+    if seen != kind or mem >= len(_MEMORY):
         raise nixlMismatchError(
             f"a list of kind {bytes(seen)!r} and memory {mem}, expected {kind!r}"
         )
-    return nixl_mem_t(mem), count, reader
+    count = int.from_bytes(head[3], "little")
+    return nixl_mem_t(mem), count, _FieldReader(state, head.end())
 
 
 # ---- the agent
