@@ -207,7 +207,8 @@ std::unique_ptr<transfer::Connection> NixlDriver::connect(const std::string& nam
 
 std::unique_ptr<transfer::Connection> NixlDriver::open_file(int fd) {
     if (options_.storage.backend.empty()) {
-        throw Error("ConfigError", text("agent '", name_, "' has no storage backend; make it with "
+        throw Error("ConfigError", text("agent '", name_,
+                                        "' has no storage backend; make it with "
                                         "NixlAgent(storage=\"POSIX\")"));
     }
     return std::make_unique<FileConnection>(library_, options_.storage, fd);

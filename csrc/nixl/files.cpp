@@ -108,13 +108,13 @@ FileConnection::FileConnection(std::shared_ptr<const Library> library, StorageOp
     }
     try {
         native_.emplace(library_, options_, fd_);
+        in_file_.resize(kPieceBytes);
+        in_memory_.resize(kPieceBytes);
+        thread_ = std::thread([this] { run(); });  // all signals are blocked, as in this thread
     } catch (...) {
         ::close(fd_);
         throw;
     }
-    in_file_.resize(kPieceBytes);
-    in_memory_.resize(kPieceBytes);
-    thread_ = std::thread([this] { run(); });  // with all signals blocked, as in the agent's thread
 }
 
 FileConnection::~FileConnection() {
@@ -125,7 +125,15 @@ FileConnection::~FileConnection() {
     changed_.notify_all();
     thread_.join();
     native_.reset();
-    ::close(fd_);
+    if (is_open()) {
+        ::close(fd_);
+    }
+}
+
+bool FileConnection::is_open() const noexcept {
+    struct stat now{};
+    return ::fstat(fd_, &now) == 0 && now.st_ino == identity_.st_ino &&
+           now.st_dev == identity_.st_dev;
 }
 
 std::unique_ptr<transfer::NativeXfer> FileConnection::make(Op op,
@@ -181,9 +189,7 @@ void FileConnection::run() {
 }
 
 void FileConnection::move(const FileJob& job) {
-    struct stat now {};
-    if (::fstat(fd_, &now) != 0 || now.st_ino != identity_.st_ino ||
-        now.st_dev != identity_.st_dev) {
+    if (!is_open()) {
         throw Error("StorageError",
                     "another part of this process has closed the file's descriptor; open it again");
     }
@@ -222,9 +228,9 @@ void FileConnection::move_some(const FileJob& job, std::size_t first, std::size_
 
 void FileConnection::compare(const FileJob& job, const NativeError* failure) {
     const auto refuse = [&](std::uint64_t at, const std::string& why) {
-        throw Error("StorageError", text(why, ", at byte ", at, " of the file",
-                                         failure != nullptr ? text("; NIXL: ", failure->what())
-                                                            : std::string()));
+        throw Error("StorageError",
+                    text(why, ", at byte ", at, " of the file",
+                         failure != nullptr ? text("; NIXL: ", failure->what()) : std::string()));
     };
     for (std::size_t i = 0; i < job.local.size(); ++i) {
         const Descriptor& row = job.local[i];
@@ -236,7 +242,8 @@ void FileConnection::compare(const FileJob& job, const NativeError* failure) {
             }
             if (failure != nullptr && job.op == Op::kWrite) {
                 // NIXL does not say what the system said, so ask it again. The blocks stay invalid.
-                const ssize_t put = ::pwrite(fd_, in_memory_.data(), length, static_cast<off_t>(at));
+                const ssize_t put =
+                    ::pwrite(fd_, in_memory_.data(), length, static_cast<off_t>(at));
                 if (put != static_cast<ssize_t>(length)) {
                     refuse(at, put < 0 ? "writing failed: " + errno_text(errno)
                                        : text("only ", put, " of ", length, " bytes were written"));
@@ -251,8 +258,9 @@ void FileConnection::compare(const FileJob& job, const NativeError* failure) {
             // Before 1.5 NIXL counts an operation as done that moved a part of its bytes.
             if (failure == nullptr &&
                 std::memcmp(in_file_.data(), in_memory_.data(), length) != 0) {
-                refuse(at, "file and memory differ after the transfer: NIXL moved less than it "
-                           "said, or somebody has written to one of them meanwhile");
+                refuse(at,
+                       "file and memory differ after the transfer: NIXL moved less than it "
+                       "said, or somebody has written to one of them meanwhile");
             }
         }
     }

@@ -74,6 +74,8 @@ class FileConnection final : public transfer::Connection, LiveCounted<FileConnec
     void add(std::shared_ptr<FileJob> job);
 
   private:
+    /// Whether the descriptor is still that of the file.
+    [[nodiscard]] bool is_open() const noexcept;
     void run();
     void move(const FileJob& job);
     void move_some(const FileJob& job, std::size_t first, std::size_t count);
@@ -84,7 +86,7 @@ class FileConnection final : public transfer::Connection, LiveCounted<FileConnec
     const std::shared_ptr<const Library> library_;
     const StorageOptions options_;
     const int fd_;
-    struct stat identity_ {};
+    struct stat identity_{};
     std::optional<FileAgent> native_;  ///< of the thread, once that runs
     std::vector<char> in_file_;
     std::vector<char> in_memory_;

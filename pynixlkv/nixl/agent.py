@@ -140,8 +140,9 @@ class NixlAgent(Agent):
         except NixlError as error:
             with_files = f", {storage} with {storage_params}" if storage else ""
             raise type(error)(
-                f"{error}; {backend} was started with {params} and {_ucx_environment()}{with_files}. "
-                "See pynixlkv.native_report() for the plugins and transports that work here",
+                f"{error}; {backend} was started with {params} and {_ucx_environment()}"
+                f"{with_files}. See pynixlkv.native_report() for the plugins and transports that "
+                "work here",
                 library=error.library,
                 status=error.status,
                 call=error.call,
@@ -172,7 +173,10 @@ class NixlAgent(Agent):
         return self._storage
 
     def create_file(
-        self, path: str | os.PathLike[str], like: KVCache | Geometry, num_blocks: int | Mapping[str, int]
+        self,
+        path: str | os.PathLike[str],
+        like: KVCache | Geometry,
+        num_blocks: int | Mapping[str, int],
     ) -> BlockFile:
         """Make a file of KV blocks, none of them valid, and open it as its writer.
 

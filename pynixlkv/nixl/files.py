@@ -93,9 +93,9 @@ def _pages(nbytes: int) -> int:
 
 
 def _block_bytes(group: Group) -> int:
-    return group.element_bytes * sum(
-        math.prod(getattr(region, name).count for name in _INNER) for region in group.regions
-    )
+    regions = group.regions
+    counts = ([getattr(region, name).count for name in _INNER] for region in regions)
+    return group.element_bytes * sum(math.prod(each) for each in counts)
 
 
 def _lay_out(like: Geometry, counts: Sequence[int], base: int) -> Geometry:
@@ -126,7 +126,7 @@ def _counts(like: Geometry, num_blocks: int | Mapping[str, int]) -> list[int]:
         for_group(num_blocks, group) if isinstance(num_blocks, Mapping) else num_blocks
         for group in like.groups
     ]
-    counts = [int(count) for count in found if is_integer(count) and count > 0]
+    counts = [int(count) for count in found if count and is_integer(count) and count > 0]
     if len(counts) < len(found):
         raise ConfigError(
             f"num_blocks is {num_blocks!r}; expected a number from 1 on, or one for each of the "
@@ -189,7 +189,7 @@ def create(path: str, like: KVCache | Geometry, num_blocks: int | Mapping[str, i
             os.close(fd)
             raise
         finally:
-            os.unlink(temporary)
+            Path(temporary).unlink()
         folder = os.open(Path(path).absolute().parent, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(folder)
@@ -480,7 +480,9 @@ class BlockFile(Peer, Closeable):
     def begin_read(self, blocks: Blocks) -> dict[tuple[str, int], bytes]:
         """Return the records of blocks; raise unless all are valid."""
         records = {each: self._record(*each) for each in _each(blocks)}
-        invalid = [each for each, record in records.items() if self._digest_in(*each, record) is None]
+        invalid = [
+            each for each, record in records.items() if self._digest_in(*each, record) is None
+        ]
         if invalid:
             raise InvalidBlocksError(
                 f"file {self._path!r} holds no valid blocks {_named(_grouped(invalid))}: they were "
@@ -498,6 +500,17 @@ class BlockFile(Peer, Closeable):
             for each, record in records.items()
             if self._digest(*each) != self._digest_in(*each, record)
         ]
+        self.check_unchanged(records)
+        if wrong:
+            raise KVCorruptError(
+                f"blocks {_named(_grouped(wrong))} of file {self._path!r} differ from what was "
+                "written; the file is damaged, remove it",
+                peer=self.name,
+                num_mismatches=len(wrong),
+            )
+
+    def check_unchanged(self, records: Mapping[tuple[str, int], bytes]) -> None:
+        """Raise `InvalidBlocksError` if blocks were written since their records were read."""
         changed = [each for each, record in records.items() if self._record(*each) != record]
         if changed:
             raise InvalidBlocksError(
@@ -506,13 +519,6 @@ class BlockFile(Peer, Closeable):
                 peer=self.name,
                 path=self._path,
                 blocks=_grouped(changed),
-            )
-        if wrong:
-            raise KVCorruptError(
-                f"blocks {_named(_grouped(wrong))} of file {self._path!r} differ from what was "
-                "written; the file is damaged, remove it",
-                peer=self.name,
-                num_mismatches=len(wrong),
             )
 
     def begin_write(self, blocks: Blocks) -> None:
@@ -535,7 +541,9 @@ class BlockFile(Peer, Closeable):
 
     def _write_record(self, group: str, block: int, generation: int, digest: bytes) -> None:
         with _system(self._path, "writing its records"):
-            os.pwrite(self._fd, self._seal(group, block, generation, digest), self._at(group, block))
+            os.pwrite(
+                self._fd, self._seal(group, block, generation, digest), self._at(group, block)
+            )
 
     def _flush(self) -> None:
         with _system(self._path, "flushing it"):
@@ -605,7 +613,11 @@ class FileTransfer(Transfer):
             self._file.check_descriptor()
             if self._op is Operation.READ:
                 records = self._file.begin_read(self._blocks)
-                self._move()
+                try:
+                    self._move()
+                except StorageError:
+                    self._file.check_unchanged(records)  # it may have been the writer
+                    raise
                 self._file.end_read(records)
             else:
                 self._check_running()
