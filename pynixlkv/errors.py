@@ -238,7 +238,7 @@ class StorageError(TransferError):
 
 
 class InvalidBlocksError(StorageError):
-    """Blocks of a file that were not written whole, or are being written; none were read."""
+    """Blocks of a file that are not whole, or are being written; use nothing that was read."""
 
 
 class HandshakeError(PynixlkvError):

@@ -93,8 +93,7 @@ def _pages(nbytes: int) -> int:
 
 
 def _block_bytes(group: Group) -> int:
-    regions = group.regions
-    counts = ([getattr(region, name).count for name in _INNER] for region in regions)
+    counts: list[list[int]] = [[getattr(r, name).count for name in _INNER] for r in group.regions]
     return group.element_bytes * sum(math.prod(each) for each in counts)
 
 
