@@ -291,7 +291,7 @@ class NixlAgent(Agent):
     def close(self, timeout: float = CLOSE_TIMEOUT_S) -> bool:
         """As `Agent.close`; open files are closed first."""
         deadline = time.monotonic() + timeout
-        is_quiet = [file.close(max(deadline - time.monotonic(), 0.0)) for file in self._files]
+        is_quiet = [file.close(max(deadline - time.monotonic(), 0.0)) for file in list(self._files)]
         return super().close(max(deadline - time.monotonic(), 0.0)) and all(is_quiet)
 
     @property

@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -137,6 +137,13 @@ def _counts(like: Geometry, num_blocks: int | Mapping[str, int]) -> list[int]:
 # ---- files
 
 
+_E = TypeVar("_E", bound=StorageError)
+
+
+def _error(kind: type[_E], path: str, message: str, blocks: Blocks | None = None) -> _E:
+    return kind(message, peer=path, path=path, blocks=blocks or {})
+
+
 @contextlib.contextmanager
 def _system(path: str, what: str) -> Iterator[None]:
     """Turn what the system says of a file into a `StorageError`."""
@@ -148,18 +155,18 @@ def _system(path: str, what: str) -> Iterator[None]:
         errno.ENOSPC: "free space, or make fewer blocks",
         errno.EDQUOT: "free space, or make fewer blocks",
         errno.EFBIG: "raise the limit of file sizes (ulimit -f), or make fewer blocks",
+        errno.EAGAIN: "it has a writer already, here or in another process, and a file has one "
+        "at a time: close that one, or make a file of your own",
         errno.EBADF: "another part of this process has closed its descriptor; open it again",
     }
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"file {path!r}: {what} failed: {error.strerror} (errno {error.errno}); "
-            f"{remedies.get(error.errno or 0, 'see the log of the system')}",
-            peer=path,
-            path=path,
-            errno=error.errno,
-        ) from error
+        remedy = remedies.get(error.errno or 0, "see the log of the system")
+        seen = f"{what} failed: {error.strerror} (errno {error.errno}); {remedy}"
+        found = _error(StorageError, path, f"file {path!r}: {seen}")
+        found.errno = error.errno
+        raise found from error
 
 
 def create(path: str, like: KVCache | Geometry, num_blocks: int | Mapping[str, int]) -> int:
@@ -203,18 +210,12 @@ def open_existing(path: str, *, writable: bool) -> int:
         # A pipe would be waited for.
         flags = os.O_CLOEXEC | os.O_NONBLOCK | (os.O_RDWR if writable else os.O_RDONLY)
         fd = os.open(path, flags)
-    try:
-        if writable:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(fd)
-        raise StorageError(
-            f"file {path!r} has a writer already, here or in another process; a file has one "
-            "writer at a time: close that one, or open a file of your own",
-            peer=path,
-            path=path,
-            errno=errno.EWOULDBLOCK,
-        ) from error
+        try:
+            if writable:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            raise
     return fd
 
 
@@ -231,12 +232,8 @@ def read_facts(fd: int, path: str) -> _Facts:
     """Read and check the header, which is untrusted."""
 
     def refuse(seen: str) -> StorageError:
-        return StorageError(
-            f"{path!r} is no file of KV blocks that can be used here: {seen}; make one with "
-            "agent.create_file",
-            peer=path,
-            path=path,
-        )
+        what = f"{path!r} is no file of KV blocks that can be used here: {seen}"
+        return _error(StorageError, path, f"{what}; make one with agent.create_file")
 
     with _system(path, "reading its header"):
         status = os.fstat(fd)
@@ -294,8 +291,8 @@ class BlockFile(Peer, Closeable):
         span = facts.geometry.spans[0]
         native = agent._native.open_file(name, fd, span.address, span.nbytes, not writable)
         super().__init__(native, [facts.geometry])
-        self._fd = fd  # from here on this object's to close
         threading.Thread(target=_work, args=(self._jobs,), name="pnkv-file", daemon=True).start()
+        self._fd = fd  # from here on this object's to close
 
     @property
     def path(self) -> str:
@@ -335,7 +332,7 @@ class BlockFile(Peer, Closeable):
         ]
 
     def close(self, timeout: float = CLOSE_TIMEOUT_S) -> bool:
-        """Cancel the file's transfers, wait for quiet, flush and close. Idempotent.
+        """Cancel the file's transfers, wait for quiet, and close. Idempotent.
 
         Returns whether all is quiet. If not within `timeout` seconds (a disk hangs), the file stays
         locked until another call returns True.
@@ -353,15 +350,16 @@ class BlockFile(Peer, Closeable):
         for transfer in running:
             if not transfer.wait_quiet(max(deadline - time.monotonic(), 0.0)):
                 return False
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
+        if self._fd >= 0:
             if not self._agent.is_closed:
                 self._agent.disconnect(self)
-            with contextlib.suppress(OSError):  # closed by another part of the process
+            # The number may be that of another file, if somebody has closed this one.
+            with contextlib.suppress(OSError, StorageError):
+                self.check_descriptor()
                 if self._is_writable:
-                    os.fdatasync(fd)
-                    fcntl.flock(fd, fcntl.LOCK_UN)  # the agent's thread drops its copy later
-                os.close(fd)
+                    fcntl.flock(self._fd, fcntl.LOCK_UN)  # the agent's thread drops its copy later
+                os.close(self._fd)
+            self._fd = -1
         return True
 
     def __del__(self) -> None:
@@ -403,8 +401,8 @@ class BlockFile(Peer, Closeable):
 
         with self._lock:
             if self._is_closed:
-                raise StorageError(
-                    f"file {self._path!r} is closed; open it again", peer=self.name, path=self._path
+                raise _error(
+                    StorageError, self._path, f"file {self._path!r} is closed; open it again"
                 )
             transfer = FileTransfer(self, op, blocks, start, timeout)
             self._transfers.add(transfer)
@@ -413,11 +411,8 @@ class BlockFile(Peer, Closeable):
 
     def _check_write(self, blocks: Blocks, num_bytes: int) -> None:
         if not self._is_writable:
-            raise StorageError(
-                f"file {self._path!r} is open for reading; open it with writable=True",
-                peer=self.name,
-                path=self._path,
-            )
+            message = f"file {self._path!r} is open for reading; open it with writable=True"
+            raise _error(StorageError, self._path, message)
         whole = sum(len(ids) * _block_bytes(self._groups[name]) for name, ids in blocks.items())
         if num_bytes != whole:
             raise PlanError(
@@ -466,13 +461,9 @@ class BlockFile(Peer, Closeable):
                 view = memoryview(piece)[: nbytes - done]
                 got = os.preadv(self._fd, [view], at + done)
                 if got != len(view):
-                    raise StorageError(
-                        f"file {self._path!r} is short: it ends at byte {at + done + got}, inside "
-                        f"block {block}; remove it",
-                        peer=self.name,
-                        path=self._path,
-                        blocks={group: [block]},
-                    )
+                    seen = f"is short: it ends at byte {at + done + got}, inside block {block}"
+                    message = f"file {self._path!r} {seen}; remove it"
+                    raise _error(StorageError, self._path, message, {group: [block]})
                 digest.update(view)
         return digest.digest()
 
@@ -483,13 +474,12 @@ class BlockFile(Peer, Closeable):
             each for each, record in records.items() if self._digest_in(*each, record) is None
         ]
         if invalid:
-            raise InvalidBlocksError(
-                f"file {self._path!r} holds no valid blocks {_named(_grouped(invalid))}: they were "
-                "never written, or their writer has not finished; see file.valid_blocks()",
-                peer=self.name,
-                path=self._path,
-                blocks=_grouped(invalid),
+            blocks = _grouped(invalid)
+            message = (
+                f"file {self._path!r} holds no valid blocks {_named(blocks)}: they were never "
+                "written, or their writer has not finished; see file.valid_blocks()"
             )
+            raise _error(InvalidBlocksError, self._path, message, blocks)
         return records
 
     def end_read(self, records: Mapping[tuple[str, int], bytes]) -> None:
@@ -512,13 +502,10 @@ class BlockFile(Peer, Closeable):
         """Raise `InvalidBlocksError` if blocks were written since their records were read."""
         changed = [each for each, record in records.items() if self._record(*each) != record]
         if changed:
-            raise InvalidBlocksError(
-                f"blocks {_named(_grouped(changed))} of file {self._path!r} were written while "
-                "they were read; read them again",
-                peer=self.name,
-                path=self._path,
-                blocks=_grouped(changed),
-            )
+            blocks = _grouped(changed)
+            what = f"blocks {_named(blocks)} of file {self._path!r} were written while they"
+            message = f"{what} were read; read them again"
+            raise _error(InvalidBlocksError, self._path, message, blocks)
 
     def begin_write(self, blocks: Blocks) -> None:
         """Make the records of blocks invalid, so that even a loss of power leaves them so."""
@@ -645,9 +632,7 @@ class FileTransfer(Transfer):
         self._check_running()
 
     def _failure(self, message: str, cause: BaseException | None) -> StorageError:
-        error = StorageError(
-            message, peer=self._file.name, path=self._file.path, blocks=self._blocks
-        )
+        error = _error(StorageError, self._file.path, message, self._blocks)
         error.__cause__ = cause
         return error
 
