@@ -80,6 +80,9 @@ BlockTable: TypeAlias = "npt.ArrayLike | Mapping[str, npt.ArrayLike]"
 Positions: TypeAlias = "int | Mapping[str, int]"
 """A token position, for all groups or by group name."""
 
+Tables: TypeAlias = "tuple[BlockTable, BlockTable, Positions | None, Positions, Positions]"
+"""The arguments of `TransferPlan.tables`."""
+
 Registerable: TypeAlias = "KVCache | MemorySpan | object"
 """What `Agent.register` takes: a cache, a span, a torch tensor or a numpy array."""
 
@@ -206,7 +209,7 @@ class Agent(Closeable, ABC):
             If the library refuses the memory.
         """
         spans = tuple(span for item in memory for span in memory_spans(item))
-        native = self._native.register_memory(*_span_arrays(spans))
+        native = self._native.register_memory(*span_arrays(spans))
         spans = tuple(
             msgspec.structs.replace(span, read_only=True) if read_only else span
             for span, read_only in zip(spans, native.read_only, strict=True)
@@ -239,7 +242,7 @@ class Agent(Closeable, ABC):
             If the agent is closed.
         """
         for cache in caches:
-            self._native.check_registered(_span_arrays(cache.spans)[0])
+            self._native.check_registered(span_arrays(cache.spans)[0])
         return Hello(
             agent=self.name,
             incarnation=self._incarnation,
@@ -274,7 +277,7 @@ class Agent(Closeable, ABC):
         body = Hello.unseal(hello, self._secret)
         self._check_compatible(body)
         native = self._native.connect(
-            body.agent, body.incarnation, body.metadata, *_span_arrays(body.spans)
+            body.agent, body.incarnation, body.metadata, *span_arrays(body.spans)
         )
         theirs = [span for span in body.spans if span.memory is MemoryType.VRAM]
         is_closed = bool(theirs) and not any(span.is_exportable for span in theirs)
@@ -402,7 +405,7 @@ class Agent(Closeable, ABC):
         ClosedError
             If the agent is closed.
         """
-        tables = plan.tables(local_blocks, remote_blocks, num_tokens, local_start, remote_start)
+        tables = (local_blocks, remote_blocks, num_tokens, local_start, remote_start)
         return self._submit(Operation.READ, peer, plan, tables, notify, timeout)
 
     def write(
@@ -422,7 +425,7 @@ class Agent(Closeable, ABC):
 
         The notification is sent when the bytes are visible at the peer.
         """
-        tables = plan.tables(local_blocks, remote_blocks, num_tokens, local_start, remote_start)
+        tables = (local_blocks, remote_blocks, num_tokens, local_start, remote_start)
         return self._submit(Operation.WRITE, peer, plan, tables, notify, timeout)
 
     def _submit(
@@ -430,14 +433,15 @@ class Agent(Closeable, ABC):
         op: Operation,
         peer: Peer,
         plan: TransferPlan,
-        tables: _native.kv.BlockTables,
+        tables: Tables,
         notify: bytes | None,
         timeout: float,
     ) -> Transfer:
+        checked = plan.tables(*tables)
         _check_message(notify)
         self._check_plan(peer, plan)
         submit = self._native.submit_plan
-        native = self._with(peer, submit, int(op), peer._native, tables, notify, timeout)
+        native = self._with(peer, submit, int(op), peer._native, checked, notify, timeout)
         return self._transfer(native, peer)
 
     def read_descriptors(
@@ -697,7 +701,7 @@ def _with_kinds(spans: tuple[MemorySpan, ...]) -> tuple[MemorySpan, ...]:
     return tuple(found)
 
 
-def _span_arrays(
+def span_arrays(
     spans: Iterable[MemorySpan],
 ) -> tuple[npt.NDArray[np.uint64], list[int], list[bool]]:
     spans = tuple(spans)

@@ -6,10 +6,11 @@ act on are attributes. `from_native` is the one place where native status codes 
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pynixlkv.types import DigestMismatch
 
@@ -25,6 +26,7 @@ __all__ = [
     "HandshakeError",
     "HandshakeTimeout",
     "IncompatibleLayoutError",
+    "InvalidBlocksError",
     "KVCorruptError",
     "LayoutError",
     "LeaseExpired",
@@ -49,6 +51,7 @@ __all__ = [
     "ResourceExhausted",
     "StalePeerError",
     "StateError",
+    "StorageError",
     "TransferCancelled",
     "TransferError",
     "TransferTimeout",
@@ -221,6 +224,21 @@ class KVCorruptError(TransferError):
     """The first places that differ, at most 64."""
     num_mismatches: int = 0
     """Number of digests that differ."""
+
+
+class StorageError(TransferError):
+    """A file of blocks could not be made, opened, read or written."""
+
+    path: str = ""
+    """Path of the file."""
+    blocks: Mapping[str, Sequence[int]] = MappingProxyType({})
+    """Blocks that are concerned, by group; empty if the whole file is."""
+    errno: int | None = None
+    """Number of the system's error, if there was one."""
+
+
+class InvalidBlocksError(StorageError):
+    """Blocks of a file that are not whole, or are being written; use nothing that was read."""
 
 
 class HandshakeError(PynixlkvError):

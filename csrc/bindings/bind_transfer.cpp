@@ -204,6 +204,14 @@ void bind_transfer(py::module_ m) {
             },
             py::arg("name"), py::arg("incarnation"), py::arg("metadata"), py::arg("rows"),
             py::arg("memories"), py::arg("read_only"))
+        .def(
+            "open_file",
+            [](Agent& a, const std::string& name, int fd, std::uint64_t address,
+               std::uint64_t nbytes, bool read_only) {
+                return a.open_file(name, fd, {{address, nbytes, 0}, Memory::kFile, read_only});
+            },
+            ReleaseGil(), py::arg("name"), py::arg("fd"), py::arg("address"), py::arg("nbytes"),
+            py::arg("read_only"))
         .def("is_alive", &Agent::is_alive, ReleaseGil(), py::arg("peer"))
         .def("disconnect", &Agent::disconnect, ReleaseGil(), py::arg("peer"))
         .def("submit_descriptors", &submit_descriptors, py::arg("op"), py::arg("peer"),
@@ -308,19 +316,22 @@ void bind_transfer(py::module_ m) {
         "nixl_agent",
         [](const std::string& name, const Bytes& incarnation,
            const Shared<const nixl::Library>& library, const std::string& backend,
-           const std::map<std::string, std::string>& backend_params,
+           const std::map<std::string, std::string>& backend_params, const std::string& storage,
+           const std::map<std::string, std::string>& storage_params,
            std::uint64_t progress_delay_us) {
             nixl::DriverOptions options;
             options.agent.progress_thread = true;
             options.agent.progress_delay_us = progress_delay_us;
             options.backend = backend;
             options.backend_params = backend_params;
+            options.storage = {storage, storage_params};
             return start(name, incarnation, [library = library.ptr(), name, options] {
                 return std::make_unique<nixl::NixlDriver>(library, name, options);
             });
         },
         py::arg("name"), py::arg("incarnation"), py::arg("library"), py::arg("backend"),
-        py::arg("backend_params"), py::arg("progress_delay_us"));
+        py::arg("backend_params"), py::arg("storage"), py::arg("storage_params"),
+        py::arg("progress_delay_us"));
 
     m.def(
         "ucx_agent",

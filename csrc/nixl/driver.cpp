@@ -81,13 +81,23 @@ class NixlXfer final : public transfer::NativeXfer {
 NixlDriver::NixlDriver(std::shared_ptr<const Library> library, std::string name,
                        const DriverOptions& options)
     : library_(std::move(library)), name_(std::move(name)), options_(options) {
+    if (!options_.storage.backend.empty()) {
+        (void)FileAgent(library_, options_.storage, -1);  // finds out whether it works
+    }
+    if (options_.backend.empty()) {
+        failure_ = std::make_exception_ptr(Error(
+            "ConfigError", text("agent '", name_, "' has the backend ", options_.storage.backend,
+                                " alone, which reaches no peer; name one that does beside it, as "
+                                "in NixlAgent(backend=\"UCX\", storage=\"POSIX\")")));
+        return;
+    }
     make();
     try {
         (void)agent_->local_metadata();
     } catch (const NativeError& e) {
         throw Error("ConfigError", text("NIXL's backend ", options_.backend, " reaches no peer (",
                                         e.what(), "); expected one that does, such as UCX. ",
-                                        "pynixlkv.nixl.Agent moves bytes to files and objects"));
+                                        "Files are opened with NixlAgent(storage=\"POSIX\")"));
     }
 }
 
@@ -127,6 +137,16 @@ void NixlDriver::expect_device_memory() {
 
 std::unique_ptr<transfer::Registered> NixlDriver::register_memory(
     std::span<const transfer::Span> spans) {
+    if (options_.backend.empty()) {  // files take any host memory
+        for (const transfer::Span& span : spans) {
+            if (span.memory != Memory::kDram) {
+                throw Error("RegistrationError",
+                            text(span.row.str(), " is ", memory_name(span.memory),
+                                 " memory, and files take host memory alone"));
+            }
+        }
+        return std::make_unique<NixlRegistered>();
+    }
     require_made();
     std::map<Memory, std::vector<Descriptor>> by_memory;
     for (const transfer::Span& span : spans) {
@@ -185,11 +205,23 @@ std::unique_ptr<transfer::Connection> NixlDriver::connect(const std::string& nam
     return connection;
 }
 
+std::unique_ptr<transfer::Connection> NixlDriver::open_file(int fd) {
+    if (options_.storage.backend.empty()) {
+        throw Error("ConfigError", text("agent '", name_,
+                                        "' has no storage backend; make it with "
+                                        "NixlAgent(storage=\"POSIX\")"));
+    }
+    return std::make_unique<FileConnection>(library_, options_.storage, fd);
+}
+
 void NixlDriver::refresh(transfer::Connection& /*connection*/, std::string_view metadata) {
     (void)agent_->load_remote_metadata(metadata);
 }
 
 bool NixlDriver::is_alive(transfer::Connection& connection) {
+    if (dynamic_cast<FileConnection*>(&connection) != nullptr) {
+        return true;
+    }
     const std::string& peer = static_cast<const NixlConnection&>(connection).name;
     try {
         // The first message after a silent death may still be taken; progress in between finds out.
@@ -220,6 +252,9 @@ std::unique_ptr<transfer::NativeXfer> NixlDriver::request(transfer::Connection& 
 std::unique_ptr<transfer::NativeXfer> NixlDriver::make(transfer::Connection& connection,
                                                        transfer::Op op,
                                                        const transfer::DescriptorPairs& rows) {
+    if (auto* file = dynamic_cast<FileConnection*>(&connection)) {
+        return file->make(op, rows);
+    }
     return request(connection, op, rows.local.size(), [&](const std::string& peer) {
         const auto local = make_xfer_list(agent_->library(), rows.local_memory, rows.local);
         const auto remote = make_xfer_list(agent_->library(), rows.remote_memory, rows.remote);
@@ -229,6 +264,9 @@ std::unique_ptr<transfer::NativeXfer> NixlDriver::make(transfer::Connection& con
 
 std::unique_ptr<transfer::Prepared> NixlDriver::prepare(transfer::Connection& connection,
                                                         const transfer::DescriptorPairs& rows) {
+    if (dynamic_cast<FileConnection*>(&connection) != nullptr) {
+        return nullptr;
+    }
     const auto prepare_side = [this](const std::string& peer, Memory memory, Rows side) {
         const auto list = make_xfer_list(agent_->library(), memory, side);
         return PreparedHandle(agent_->prepare(peer, list.get(), args_.get()), {agent_});
@@ -252,6 +290,9 @@ std::unique_ptr<transfer::NativeXfer> NixlDriver::make(transfer::Connection& con
 }
 
 void NixlDriver::notify(transfer::Connection& connection, const std::string& message) {
+    if (dynamic_cast<FileConnection*>(&connection) != nullptr) {
+        throw Error("ConfigError", "a file receives no notifications");
+    }
     try {
         agent_->notify(static_cast<const NixlConnection&>(connection).name, message, args_.get());
     } catch (const NativeError& e) {
@@ -260,6 +301,9 @@ void NixlDriver::notify(transfer::Connection& connection, const std::string& mes
 }
 
 bool NixlDriver::receive(std::vector<transfer::Notification>& into) {
+    if (options_.backend.empty()) {
+        return false;
+    }
     require_made();
     if (&into != &early_ && !early_.empty()) {
         into.insert(into.end(), std::make_move_iterator(early_.begin()),

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "nixl/agent_handle.hpp"
+#include "nixl/files.hpp"
 #include "nixl/library.hpp"
 #include "transfer/driver.hpp"
 
@@ -14,11 +15,12 @@ namespace pynixlkv::nixl {
 
 struct DriverOptions {
     AgentConfig agent;
-    std::string backend = "UCX";
+    std::string backend = "UCX";  ///< which reaches peers; empty: there are none
     ParamMap backend_params;
+    StorageOptions storage;
 };
 
-/// Drives a NIXL agent of its own with one backend.
+/// Drives a NIXL agent of its own with one backend, and one for each open file.
 class NixlDriver final : public transfer::Driver {
   public:
     NixlDriver(std::shared_ptr<const Library> library, std::string name,
@@ -32,6 +34,7 @@ class NixlDriver final : public transfer::Driver {
     std::unique_ptr<transfer::Connection> connect(const std::string& name,
                                                   std::string_view metadata,
                                                   std::optional<pid_t> process) override;
+    std::unique_ptr<transfer::Connection> open_file(int fd) override;
     void refresh(transfer::Connection& connection, std::string_view metadata) override;
     bool is_alive(transfer::Connection& connection) override;
     std::unique_ptr<transfer::NativeXfer> make(transfer::Connection& connection, transfer::Op op,
@@ -47,7 +50,7 @@ class NixlDriver final : public transfer::Driver {
   private:
     /// Make NIXL's agent and its backend.
     void make();
-    /// @throws Error what the last `make` failed with
+    /// @throws Error what the last `make` failed with, or that there are no peers
     void require_made() const;
     void stay_on_device();
     /// Run a call that makes a request of some descriptors, and tell a lost connection from a

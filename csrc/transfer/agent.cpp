@@ -179,6 +179,10 @@ std::shared_ptr<Peer> Agent::connect(const std::string& name, const std::string&
     });
 }
 
+std::shared_ptr<Peer> Agent::open_file(const std::string& name, int fd, const Span& span) {
+    return call([name, fd, span](Loop& loop) { return loop.open_file(name, fd, span); });
+}
+
 bool Agent::is_alive(const std::shared_ptr<Peer>& peer) {
     return call([peer](Loop& loop) { return loop.is_alive(*peer); });
 }

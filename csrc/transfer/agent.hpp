@@ -49,6 +49,10 @@ class Agent : LiveCounted<Agent> {
                                                 const std::string& incarnation,
                                                 const std::string& metadata,
                                                 const std::vector<Span>& spans);
+    /// Open a file, which transfers then take in place of a peer.
+    /// @param span which part of the file transfers may touch
+    [[nodiscard]] std::shared_ptr<Peer> open_file(const std::string& name, int fd,
+                                                  const Span& span);
     [[nodiscard]] bool is_alive(const std::shared_ptr<Peer>& peer);
     /// Cancel the peer's transfers; the native connection goes when they are quiet.
     void disconnect(const std::shared_ptr<Peer>& peer);

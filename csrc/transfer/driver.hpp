@@ -55,6 +55,8 @@ class Connection : public Polymorphic {
     [[nodiscard]] virtual std::vector<std::string> transports() const { return {}; }
     /// Whether the library has noticed by itself that the connection is gone. Sends nothing.
     [[nodiscard]] virtual bool has_failed() const { return false; }
+    /// Whether it takes another request now; not while it has as many as it can begin soon.
+    [[nodiscard]] virtual bool has_room() const { return true; }
 };
 
 /// Memory that the library has registered. Destroying it deregisters.
@@ -92,6 +94,12 @@ class Driver : public Polymorphic {
     [[nodiscard]] virtual std::unique_ptr<Connection> connect(const std::string& name,
                                                               std::string_view metadata,
                                                               std::optional<pid_t> process) = 0;
+    /// Open a region without a remote side.
+    /// @param fd of a file; the driver makes a descriptor of its own
+    /// @throws Error when it moves no files
+    [[nodiscard]] virtual std::unique_ptr<Connection> open_file(int /*fd*/) {
+        throw Error("ConfigError", "this agent opens no files");
+    }
     /// Load newer metadata of the same incarnation of a connected peer.
     virtual void refresh(Connection& connection, std::string_view metadata) = 0;
     /// Called before anybody learns that a connection has ended: from its return on, the peer must

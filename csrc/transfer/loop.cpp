@@ -302,7 +302,7 @@ bool Loop::poll_running(Active& a) {
 bool Loop::start_batch(Active& a) {
     const AgentOptions& options = shared_->options;
     const std::size_t size = a.size();
-    if (a.next >= size || num_xfers_ >= kWindow) {
+    if (a.next >= size || num_xfers_ >= kWindow || !a.link->connection->has_room()) {
         return false;
     }
     std::size_t count = 0;
@@ -638,6 +638,20 @@ std::shared_ptr<Peer> Loop::connect(const std::string& name, const std::string& 
     if (driver_->event_fd() < 0) {
         ask_at_ = Clock::now() + kAskAfter;  // its connection may end before it is looked at
     }
+    return link->peer;
+}
+
+/// A file is a peer that nobody is behind: no process to watch, none to wake.
+std::shared_ptr<Peer> Loop::open_file(const std::string& name, int fd, const Span& span) {
+    if (links_.contains(name)) {
+        throw Error("DuplicatePeerError", "'" + name + "' is open or connected already");
+    }
+    MemoryMap memory;
+    memory.add(0, {&span, 1});
+    auto link = std::make_shared<Link>();
+    link->peer = std::make_shared<Peer>(name, std::string(), 1, std::move(memory));
+    link->connection = driver_->open_file(fd);
+    links_[name] = link;
     return link->peer;
 }
 

@@ -47,6 +47,7 @@ class Loop {
     [[nodiscard]] std::string metadata() { return driver_->metadata(); }
     std::shared_ptr<Peer> connect(const std::string& name, const std::string& incarnation,
                                   const std::string& metadata, const std::vector<Span>& spans);
+    std::shared_ptr<Peer> open_file(const std::string& name, int fd, const Span& span);
     [[nodiscard]] bool is_alive(const Peer& peer);
     void disconnect(const Peer& peer);
     void notify(const Peer& peer, const std::string& message);

@@ -43,6 +43,14 @@ class Agent:
     def is_alive(self, peer: Peer) -> bool: ...
     def metadata(self) -> bytes: ...
     def notify(self, peer: Peer, message: bytes) -> None: ...
+    def open_file(
+        self,
+        name: str,
+        fd: typing.SupportsInt | typing.SupportsIndex,
+        address: typing.SupportsInt | typing.SupportsIndex,
+        nbytes: typing.SupportsInt | typing.SupportsIndex,
+        read_only: bool,
+    ) -> Peer: ...
     def register_memory(
         self,
         rows: typing.Annotated[numpy.typing.ArrayLike, numpy.uint64],
@@ -154,6 +162,8 @@ def nixl_agent(
     library: pynixlkv._native.nixl.Library,
     backend: str,
     backend_params: collections.abc.Mapping[str, str],
+    storage: str,
+    storage_params: collections.abc.Mapping[str, str],
     progress_delay_us: typing.SupportsInt | typing.SupportsIndex,
 ) -> Agent: ...
 def ucx_agent(

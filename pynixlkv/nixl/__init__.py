@@ -13,12 +13,15 @@ from pynixlkv._native.nixl import (
 )
 from pynixlkv.nixl._enums import ThreadSync, XferState
 from pynixlkv.nixl.agent import NixlAgent
+from pynixlkv.nixl.files import BlockFile, FileTransfer
 from pynixlkv.nixl.verbs import Agent, AgentConfig, Notification
 
 __all__ = [
     "Agent",
     "AgentConfig",
     "Backend",
+    "BlockFile",
+    "FileTransfer",
     "NixlAgent",
     "Notification",
     "PluginParams",

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import os
+import time
+import weakref
+from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
 from pynixlkv import _loader, _native
 from pynixlkv._limits import check_reserve
-from pynixlkv.agent import Agent, check_strings
-from pynixlkv.errors import NixlError
+from pynixlkv.agent import Agent, check_strings, span_arrays
+from pynixlkv.errors import ConfigError, NixlError
+from pynixlkv.nixl import files
+from pynixlkv.nixl.files import BlockFile
+from pynixlkv.transfer import CLOSE_TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from pynixlkv.agent import Tables
+    from pynixlkv.geometry import Geometry, KVCache
+    from pynixlkv.plan import TransferPlan
+    from pynixlkv.transfer import Peer, Transfer
+    from pynixlkv.types import Operation
+
+_STORAGE = frozenset({"POSIX"})
+"""Backends without a remote side that files are opened with."""
 
 # Period of the timer of NIXL's progress thread, which serves peers whose transport needs this
 # side's processor (TCP) and also wakes on events. The period of NIXL's Python API burns a core.
@@ -34,9 +52,14 @@ class NixlAgent(Agent):
     name : str
         Unique among the agents that talk to each other.
     backend : str
-        NIXL backend; registered memory and transfers use it alone.
+        NIXL backend that reaches peers; registered memory and transfers with peers use it alone.
+        ``"POSIX"`` for an agent of files alone: `hello` and `connect` then raise `ConfigError`.
     backend_params : mapping of str to str, optional
         Parameters of the backend, over the defaults that `default_backend_params` shows.
+    storage : str, optional
+        NIXL backend that files are opened with, beside that for peers: ``"POSIX"``.
+    storage_params : mapping of str to str, optional
+        Parameters of that backend, such as ``{"use_uring": "true"}``.
     secret : bytes or str, optional
         Key of the MAC on hello bytes; both sides need the same. Default: the environment variable
         ``PYNIXLKV_SECRET``, or none.
@@ -46,7 +69,7 @@ class NixlAgent(Agent):
     LibraryNotFoundError, LibraryVersionError
         If NIXL is not installed or too old; the message says what to install.
     ConfigError
-        If the name is empty, or the secret, or if the backend reaches no peers, as of files.
+        If the name is empty, or the secret, or if a backend cannot do what it is named for.
     NixlError
         If NIXL does not start the agent or the backend.
 
@@ -71,9 +94,27 @@ class NixlAgent(Agent):
         *,
         backend: str = "UCX",
         backend_params: Mapping[str, str] | None = None,
+        storage: str | None = None,
+        storage_params: Mapping[str, str] | None = None,
         secret: bytes | str | None = None,
     ) -> None:
         check_reserve("an agent")
+        if backend in _STORAGE:
+            if storage not in (None, backend) or (backend_params and storage_params):
+                raise ConfigError(
+                    f"backend {backend!r} reaches no peer, and names the storage; give it, and its "
+                    "parameters, once"
+                )
+            storage, storage_params = backend, backend_params or storage_params
+        if storage is not None and storage not in _STORAGE:
+            raise ConfigError(
+                f"storage is {storage!r}; expected one of {sorted(_STORAGE)}, or None for no files"
+            )
+        check_strings("storage parameter", storage_params or {})
+        self._storage = storage
+        self._storage_params = dict(storage_params or {})
+        self._files: weakref.WeakSet[BlockFile] = weakref.WeakSet()
+        self._paths: Counter[str] = Counter()
         self._library = _loader.load_nixl()
         params = self.default_backend_params(backend) | dict(backend_params or {})
         check_strings("backend parameter", params)
@@ -83,14 +124,25 @@ class NixlAgent(Agent):
 
     def _start(self, name: str, incarnation: bytes) -> _native.transfer.Agent:
         backend, params = self._backend, self._backend_params
+        storage, storage_params = self._storage or "", self._storage_params
+        reaches_peers = backend not in _STORAGE
         try:
             return _native.transfer.nixl_agent(
-                name, incarnation, self._library, backend, params, _PROGRESS_DELAY_US
+                name,
+                incarnation,
+                self._library,
+                backend if reaches_peers else "",
+                params if reaches_peers else {},
+                storage,
+                storage_params,
+                _PROGRESS_DELAY_US,
             )
         except NixlError as error:
+            with_files = f", {storage} with {storage_params}" if storage else ""
             raise type(error)(
-                f"{error}; {backend} was started with {params} and {_ucx_environment()}. See "
-                "pynixlkv.native_report() for the plugins and transports that work here",
+                f"{error}; {backend} was started with {params} and {_ucx_environment()}"
+                f"{with_files}. See pynixlkv.native_report() for the plugins and transports that "
+                "work here",
                 library=error.library,
                 status=error.status,
                 call=error.call,
@@ -114,6 +166,133 @@ class NixlAgent(Agent):
     def backend(self) -> str:
         """Name of the NIXL backend."""
         return self._backend
+
+    @property
+    def storage(self) -> str | None:
+        """Name of the NIXL backend that files are opened with; None if the agent opens none."""
+        return self._storage
+
+    def create_file(
+        self,
+        path: str | os.PathLike[str],
+        like: KVCache | Geometry,
+        num_blocks: int | Mapping[str, int],
+    ) -> BlockFile:
+        """Make a file of KV blocks, none of them valid, and open it as its writer.
+
+        Parameters
+        ----------
+        path : str or path-like
+            Where; there must be nothing. Only this user can read it.
+        like : KVCache or Geometry
+            Whose layers, heads, tokens per block and order of axes the file shall have; only its
+            pool has another size. Need not be the cache that is written.
+        num_blocks : int or mapping of str to int
+            Blocks of each group, or by the group's name or table.
+
+        Returns
+        -------
+        BlockFile
+            Takes the place of a peer: make a plan from ``file.geometry``.
+
+        Raises
+        ------
+        StorageError
+            If the path exists, the file system refuses it, or there is too little space, all of
+            which is taken now.
+        ConfigError
+            If an argument is wrong, or the agent has no storage backend.
+
+        Notes
+        -----
+        Blocks until the file is on the disk.
+        """
+        name = self._check_path(path)
+        return self._open(name, files.create(name, like, num_blocks), writable=True)
+
+    def open_file(self, path: str | os.PathLike[str], *, writable: bool = False) -> BlockFile:
+        """Open a file that `create_file` made.
+
+        Parameters
+        ----------
+        path : str or path-like
+            Its path. The file is untrusted; all of its header is checked.
+        writable : bool
+            Whether to be its writer, of which it has one at a time. It may have any number of
+            readers beside the writer.
+
+        Raises
+        ------
+        StorageError
+            If the file is missing, short, damaged, of another program, may not be opened, or has a
+            writer already.
+        ConfigError
+            If the agent has no storage backend.
+        """
+        name = self._check_path(path)
+        return self._open(name, files.open_existing(name, writable=writable), writable=writable)
+
+    def _check_path(self, path: str | os.PathLike[str]) -> str:
+        if self._storage is None:
+            raise ConfigError(
+                f"agent {self.name!r} has no storage backend; make it with "
+                'NixlAgent(..., storage="POSIX")'
+            )
+        check_reserve("a file")
+        name = os.fspath(path)
+        if not isinstance(name, str):
+            raise ConfigError(f"path is {path!r}; expected text")
+        return name
+
+    def _open(self, path: str, fd: int, *, writable: bool) -> BlockFile:
+        self._paths[path] += 1
+        name = path if self._paths[path] == 1 else f"{path} ({self._paths[path]})"
+        try:
+            facts = files.read_facts(fd, path)
+            file = BlockFile(self, name, fd, facts, path=path, writable=writable)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._files.add(file)
+        return file
+
+    def _submit(
+        self,
+        op: Operation,
+        peer: Peer,
+        plan: TransferPlan,
+        tables: Tables,
+        notify: bytes | None,
+        timeout: float,
+    ) -> Transfer:
+        if not isinstance(peer, BlockFile):
+            return super()._submit(op, peer, plan, tables, notify, timeout)
+        self._check_plan(peer, plan)
+        self._native.check_registered(span_arrays(plan.local.spans)[0])
+        # The bytes move by the same checks, deadlines and end states as those of a peer.
+        return peer.submit(self, op, plan, tables, notify, timeout, super()._submit)
+
+    def _submit_descriptors(
+        self,
+        op: Operation,
+        peer: Peer,
+        local: npt.NDArray[np.uint64],
+        remote: npt.NDArray[np.uint64],
+        notify: bytes | None,
+        timeout: float,
+    ) -> Transfer:
+        if isinstance(peer, BlockFile):
+            raise ConfigError(
+                "files are read and written by plans: descriptors do not say which blocks they "
+                "make valid"
+            )
+        return super()._submit_descriptors(op, peer, local, remote, notify, timeout)
+
+    def close(self, timeout: float = CLOSE_TIMEOUT_S) -> bool:
+        """As `Agent.close`; open files are closed first."""
+        deadline = time.monotonic() + timeout
+        is_quiet = [file.close(max(deadline - time.monotonic(), 0.0)) for file in list(self._files)]
+        return super().close(max(deadline - time.monotonic(), 0.0)) and all(is_quiet)
 
     @property
     def backend_params(self) -> dict[str, str]:
