@@ -454,7 +454,7 @@ class BlockFile(Peer, Closeable):
         """Digest the bytes of a block."""
         nbytes = _block_bytes(self._groups[group])
         at = self._groups[group].regions[0].address + block * nbytes
-        digest = hashlib.blake2b(digest_size=16, person=b"pynixlkv-block")
+        digest = hashlib.sha256()  # in hardware twice as fast as BLAKE2
         piece = bytearray(min(_PIECE, nbytes))
         with _system(self._path, "reading its blocks"):
             for done in range(0, nbytes, len(piece)):
@@ -465,7 +465,7 @@ class BlockFile(Peer, Closeable):
                     message = f"file {self._path!r} {seen}; remove it"
                     raise _error(StorageError, self._path, message, {group: [block]})
                 digest.update(view)
-        return digest.digest()
+        return digest.digest()[:16]
 
     def begin_read(self, blocks: Blocks) -> dict[tuple[str, int], bytes]:
         """Return the records of blocks; raise unless all are valid."""
