@@ -80,9 +80,6 @@ BlockTable: TypeAlias = "npt.ArrayLike | Mapping[str, npt.ArrayLike]"
 Positions: TypeAlias = "int | Mapping[str, int]"
 """A token position, for all groups or by group name."""
 
-Tables: TypeAlias = "tuple[BlockTable, BlockTable, Positions | None, Positions, Positions]"
-"""The arguments of `TransferPlan.tables`."""
-
 Registerable: TypeAlias = "KVCache | MemorySpan | object"
 """What `Agent.register` takes: a cache, a span, a torch tensor or a numpy array."""
 
@@ -405,7 +402,7 @@ class Agent(Closeable, ABC):
         ClosedError
             If the agent is closed.
         """
-        tables = (local_blocks, remote_blocks, num_tokens, local_start, remote_start)
+        tables = plan.tables(local_blocks, remote_blocks, num_tokens, local_start, remote_start)
         return self._submit(Operation.READ, peer, plan, tables, notify, timeout)
 
     def write(
@@ -425,7 +422,7 @@ class Agent(Closeable, ABC):
 
         The notification is sent when the bytes are visible at the peer.
         """
-        tables = (local_blocks, remote_blocks, num_tokens, local_start, remote_start)
+        tables = plan.tables(local_blocks, remote_blocks, num_tokens, local_start, remote_start)
         return self._submit(Operation.WRITE, peer, plan, tables, notify, timeout)
 
     def _submit(
@@ -433,15 +430,14 @@ class Agent(Closeable, ABC):
         op: Operation,
         peer: Peer,
         plan: TransferPlan,
-        tables: Tables,
+        tables: _native.kv.BlockTables,
         notify: bytes | None,
         timeout: float,
     ) -> Transfer:
-        checked = plan.tables(*tables)
         _check_message(notify)
         self._check_plan(peer, plan)
         submit = self._native.submit_plan
-        native = self._with(peer, submit, int(op), peer._native, checked, notify, timeout)
+        native = self._with(peer, submit, int(op), peer._native, tables, notify, timeout)
         return self._transfer(native, peer)
 
     def read_descriptors(

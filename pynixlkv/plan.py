@@ -387,25 +387,6 @@ class TransferPlan:
             tuple(i for i in range(len(tables[1])) if i not in remote),
         )
 
-    def remote_blocks(
-        self,
-        local_blocks: ArrayLike | Mapping[str, ArrayLike],
-        remote_blocks: ArrayLike | Mapping[str, ArrayLike],
-        num_tokens: int | Mapping[str, int] | None = None,
-        local_start: int | Mapping[str, int] = 0,
-        remote_start: int | Mapping[str, int] = 0,
-    ) -> dict[str, list[int]]:
-        """Return the remote blocks that a transfer touches, ascending, by the remote group's name.
-
-        The arguments are those of `descriptors`.
-        """
-        tables = self._tables(local_blocks, remote_blocks, num_tokens, local_start, remote_start)
-        found: dict[str, set[int]] = {}
-        for i, (_, there, _) in enumerate(self._pairs):
-            first, stop = self._native.overlap(i, tables[i])[2]
-            found.setdefault(there.name, set()).update(tables[i][1][first:stop].tolist())
-        return {name: sorted(blocks) for name, blocks in found.items() if blocks}
-
     def describe(
         self,
         local_blocks: ArrayLike | Mapping[str, ArrayLike] | None = None,

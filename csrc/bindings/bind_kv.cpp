@@ -209,9 +209,20 @@ void bind_kv(py::module_ m) {
         .def("descriptors", &descriptors)
         .def("descriptors_into", &descriptors_into, py::arg("local").noconvert(),
              py::arg("remote").noconvert())
-        .def("totals", [](const BlockTables& tables) {
-            const auto expansion = without_gil([&] { return Expansion(tables); });
-            return std::tuple(expansion.bytes(), expansion.num_runs());
+        .def("totals",
+             [](const BlockTables& tables) {
+                 const auto expansion = without_gil([&] { return Expansion(tables); });
+                 return std::tuple(expansion.bytes(), expansion.num_runs());
+             })
+        .def("remote_blocks", [](const BlockTables& tables) {
+            std::vector<std::vector<std::uint64_t>> blocks;
+            for (const BlockTables::GroupTables& group : tables.groups()) {
+                const std::size_t first = group.overlap.first[1];
+                const auto ids =
+                    std::span(group.ids[1]).subspan(first, group.overlap.last[1] - first);
+                blocks.emplace_back(ids.begin(), ids.end());
+            }
+            return blocks;
         });
 
     py::classh<Plan>(m, "Plan")

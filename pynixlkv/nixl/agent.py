@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from pynixlkv.agent import Tables
     from pynixlkv.geometry import Geometry, KVCache
     from pynixlkv.plan import TransferPlan
     from pynixlkv.transfer import Peer, Transfer
@@ -261,7 +260,7 @@ class NixlAgent(Agent):
         op: Operation,
         peer: Peer,
         plan: TransferPlan,
-        tables: Tables,
+        tables: _native.kv.BlockTables,
         notify: bytes | None,
         timeout: float,
     ) -> Transfer:

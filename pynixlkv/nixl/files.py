@@ -55,7 +55,7 @@ from pynixlkv.types import MemorySpan, MemoryType, Operation, TransferState
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
-    from pynixlkv.agent import Tables
+    from pynixlkv import _native
     from pynixlkv.geometry import Group
     from pynixlkv.nixl.agent import NixlAgent
     from pynixlkv.plan import TransferPlan
@@ -378,7 +378,7 @@ class BlockFile(Peer, Closeable):
         agent: NixlAgent,
         op: Operation,
         plan: TransferPlan,
-        tables: Tables,
+        tables: _native.kv.BlockTables,
         notify: bytes | None,
         timeout: float,
         move: Callable[..., Transfer],
@@ -390,11 +390,13 @@ class BlockFile(Peer, Closeable):
             raise ConfigError("a file receives no notifications; leave notify out")
         if not timeout > 0:
             raise ConfigError(f"the timeout of a transfer must be positive, not {timeout} s")
-        blocks = plan.remote_blocks(*tables)
-        checked = plan.tables(*tables)
-        checked.check_written_once(remote=op is Operation.WRITE)
+        tables.check_written_once(remote=op is Operation.WRITE)
+        touched: dict[str, set[int]] = {}
+        for (_, group), ids in zip(plan.pairs, tables.remote_blocks(), strict=True):
+            touched.setdefault(group, set()).update(ids)
+        blocks = {group: sorted(ids) for group, ids in touched.items() if ids}
         if op is Operation.WRITE:
-            self._check_write(blocks, checked.totals()[0])
+            self._check_write(blocks, tables.totals()[0])
 
         def start(timeout: float) -> Transfer:
             return move(op, self, plan, tables, None, timeout)
