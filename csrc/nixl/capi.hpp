@@ -113,6 +113,7 @@ static_assert(sizeof(Telemetry) == 40);
     X(create_xfer_dlist, (int memory, XferList* out))                                              \
     X(xfer_dlist_add_desc,                                                                         \
       (XferList, std::uintptr_t address, std::size_t length, std::uint64_t device))                \
+    X(xfer_dlist_resize, (XferList, std::size_t count))                                            \
     X(xfer_dlist_clear, (XferList))                                                                \
     X(destroy_xfer_dlist, (XferList))                                                              \
     X(prep_xfer_dlist, (Agent, const char* peer, XferList, Prepared* out, OptArgs))                \

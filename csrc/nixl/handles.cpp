@@ -1,11 +1,15 @@
 #include "nixl/handles.hpp"
 
+#include <numeric>
+
 #include "base/error.hpp"
 #include "nixl/agent_handle.hpp"
 
 namespace pynixlkv::nixl {
 
 namespace {
+
+constexpr std::size_t kSmallList = 64;
 
 std::string no_detail() {
     return "plain object";
@@ -76,6 +80,17 @@ Owned<capi::XferList> make_xfer_list(const Library& library, Memory memory, cons
     auto owned = own<capi::XferList>(
         library, fn.destroy_xfer_dlist, "create_xfer_dlist", no_detail,
         [&](capi::XferList* out) { return fn.create_xfer_dlist(static_cast<int>(memory), out); });
+    std::size_t count = rows.size();
+    if constexpr (std::is_same_v<Rows, Runs>) {
+        count = std::accumulate(rows.begin(), rows.end(), std::size_t{0},
+                                [](std::size_t sum, const Run& run) { return sum + run.count; });
+    }
+    // A list that was longer keeps its room, and does not grow step by step.
+    if (count > kSmallList) {
+        library.check(fn.xfer_dlist_resize(owned.get(), count), "xfer_dlist_resize",
+                      [&] { return text(count, " descriptors"); });
+        library.check(fn.xfer_dlist_clear(owned.get()), "xfer_dlist_clear", no_detail);
+    }
     const auto add = [&](const Descriptor& row) {
         library.check(fn.xfer_dlist_add_desc(owned.get(), row.address, row.length, row.device),
                       "xfer_dlist_add_desc", [&] { return row.str(); });
