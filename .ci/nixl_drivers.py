@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib
+import itertools
 import json
 import mmap
+import os
 import socket
 import sys
 import threading
@@ -325,7 +327,7 @@ def dynamo_embeddings(peer: Connection, side: int) -> Results:
 
 
 def modelexpress(peer: Connection, side: int) -> Results:
-    """ModelExpress's `NixlTransferManager` and reshard transport: weights, ranges, lost peers."""
+    """ModelExpress's `NixlTransferManager` and reshard transport: weights, ranges, a lost peer."""
     from modelexpress.accelerators import CudaAcceleratorBackend
     from modelexpress.nixl_transfer import NixlTransferManager
     from modelexpress.refit.reshard.transport.base import ReadDescriptor
@@ -346,11 +348,11 @@ def modelexpress(peer: Connection, side: int) -> Results:
     buffer = tensor(bytes(2 * PAGE) if side else staged)
     registered = manager.register_dram_buffer(buffer)
     if side == 0:
-        known = manager.nixl_metadata, manager.tensor_descriptors, buffer.data_ptr(), port
-        peer.send(known)
+        described = manager.nixl_metadata, manager.tensor_descriptors
+        peer.send((*described, buffer.data_ptr(), port, os.getpid()))
         peer.recv()
         return {"healthy": manager.is_healthy()}
-    metadata, described, address, port = peer.recv()
+    metadata, described, address, port, pid = peer.recv()
     results: Results = {
         "received": manager.receive_from_source(metadata, described, TIMEOUT_S)[:2],
         "bytes": [moved(tensors[name], each) for name, each in contents.items()],
@@ -377,9 +379,11 @@ def modelexpress(peer: Connection, side: int) -> Results:
     again = manager.receive_from_source(b"", described, TIMEOUT_S, "side0")[:2]
     results["fetched"] = [again, moved(weights, contents["layers.0"])]
     manager.deregister_memory(registered)
+    peer.send("done")
+    wait(lambda: not Path(f"/proc/{pid}").exists())
+    results["lost"] = error_of(manager.execute_read_batch, "side0", [(source, target, 64, 0)])
     results["removed"] = [manager.remove_remote_agent(name) for name in ("side0", "side0")]
     manager.shutdown()
-    peer.send("done")
     return results
 
 
@@ -387,7 +391,7 @@ def sglang_hicache(*_: object) -> Results:
     """SGLang's `HiCacheNixl` and `NixlRegistry`: pages set in files, found, got, by 8 threads."""
     import torch
 
-    # Only annotations name what this has: pools of memory, which import CUDA kernels.
+    # Pools of memory, which only annotations name, and which cannot be imported without CUDA.
     sys.modules["sglang.srt.mem_cache.pool_host"] = SimpleNamespace(HostKVCache=object)  # type: ignore[assignment]
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
     from sglang.srt.mem_cache.storage.nixl.hicache_nixl import HiCacheNixl
@@ -441,11 +445,16 @@ def kvcr(peer: Connection, side: int) -> Results:
     def places(*numbers: int) -> dict[bytes, Any]:
         return {keys[i]: [MemoryRef(end_point_name=name, element_index=i)] for i in numbers}
 
-    pins: list[tuple[int, Any]] = []
+    answers: list[tuple[int, Any]] = []
+    pins = itertools.count()
 
     def pin(wanted: Any) -> int:  # noqa: ANN401
-        pins.append((len(pins), (f"pin{len(pins)}", places(*map(keys.index, wanted)))))
-        return len(pins) - 1
+        number = next(pins)
+        answers.append((number, (f"pin{number}", places(*map(keys.index, wanted)))))
+        return number
+
+    def poll() -> list[tuple[int, Any]]:
+        return [answers.pop(0) for _ in answers[:]]
 
     def send(_: str, message: bytes) -> bool:
         peer.send_bytes(message)
@@ -457,7 +466,7 @@ def kvcr(peer: Connection, side: int) -> Results:
     adapter = SimpleNamespace(decode=lambda key: int.from_bytes(key, "big"))
     runner = KVCR(
         config.KVCRConfig(name, [("", PAGE)], False, 20_000, 40_000, nixl_listen_port=0),
-        KVCRBindings(pin, lambda: pins, lambda _: True, None, control, adapter),
+        KVCRBindings(pin, poll, lambda _: True, None, control, adapter),
         config.KVCRBackendConfigs(
             [RegionDescriptor(addr=start, count=8, size=PAGE)],
             config.LocalDramOptions([("", own_start, 4 * PAGE)]),
@@ -480,7 +489,7 @@ def kvcr(peer: Connection, side: int) -> Results:
         frame[:] = blocks
         wait(lambda: [*runner.poll_completed()] or over.exists())
         runner.close()
-        return {"pinned": len(pins)}
+        return {"pinned": next(pins)}
     hint = {"source_control_endpoint": "runner0", "block_hashes": list(range(6))}
     action = {"action_type": "kv.fetch", "action_version": "1.0", "payload": hint}
     runner.submit_hint({"protocol_version": "0.1", "actions": [action]}, "request")

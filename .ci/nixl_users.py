@@ -5,8 +5,8 @@
 
 The first unpacks the Python of releases over the environment `.venv-vllm`, and runs the drivers of
 `nixl_drivers.py` on it: states, bytes, counts and names of errors must be the same on both. It
-writes a table into docs/nixl_api.md. The second runs copies of NIXL's files: what passes on NIXL
-must pass on `nixl_api`.
+writes a table into docs/nixl_api.md. The second takes the files from the tag of the installed
+version, or from HEAD if there is none: what passes on NIXL must pass on `nixl_api`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -45,8 +46,9 @@ IMPORTED = ("aiofile==3.12.3", "caio==0.12.10", "redis==8.1.0")
 LEFT_OUT = (
     "LMCache's `cuda_ops`: needs CUDA's libraries, and LMCache goes without.",
     "`sglang/__init__.py`, SGLang's front end: needs IPython.",
-    "SGLang's pools of memory: import CUDA kernels; the driver has a pool of its own.",
-    "SGLang's `disaggregation.nixl`: imports those pools.",
+    "SGLang's pools of host memory: import torchvision, whose wheels bring CUDA libraries, and the "
+    "sources of CUDA kernels; a pool of the driver's stands in.",
+    "SGLang's `disaggregation.nixl`: imports torchvision.",
 )
 PEERS = tuple(f"--mode {mode} --ip 127.0.0.1 --port {{}}" for mode in ("target", "initiator"))
 PROGRAMS = (
@@ -60,7 +62,7 @@ PROGRAMS = (
 )
 """NIXL's programs, with the arguments of each process; {} is a free port."""
 PROGRAMS_LEFT_OUT = (
-    "`nixl_gds_example.py` and `nixl_p2p_storage_example.py`: need GPU memory and the GDS plugin.",
+    "`nixl_gds_example.py`, `nixl_p2p_storage_example.py`: need GPU memory or the plugin GDS.",
     "`telemetry_reader.py`: does not use NIXL's API.",
 )
 DEADLINE_S = 120.0
@@ -178,14 +180,18 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def compare_checkout(checkout: Path) -> tuple[list[str], bool]:
+def compare_checkout(checkout: Path, version: str) -> tuple[list[str], bool]:
     """Run NIXL's own files on both; return the table and whether what passes there passes here."""
-    SITE.mkdir(parents=True, exist_ok=True)
+    git = ("git", "-C", checkout)
+    has_tag = run(*git, "tag", "--list", f"v{version}").strip()
+    ref, archive = f"v{version}" if has_tag else "HEAD", WORK / "nixl.tar"
+    WORK.mkdir(parents=True, exist_ok=True)
+    run(*git, "archive", "-o", archive, ref, "test/python", "examples/python")
     ends: dict[str, dict[str, str]] = {}
     for api in SWITCH:
         folder = make_folder(api, "checkout")
-        for part in ("test/python", "examples/python"):
-            shutil.copytree(checkout / part, folder / part)
+        with tarfile.open(archive) as files:
+            files.extractall(folder, filter="data")
         pytest = ("-m", "pytest", "-c", os.devnull, "-q", "test/python", "--junitxml=report.xml")
         ((_, output),) = run_on(api, folder, pytest)
         report = folder / "report.xml"
@@ -204,12 +210,12 @@ def compare_checkout(checkout: Path) -> tuple[list[str], bool]:
             seen[title] = ", ".join(sorted({end for end, _ in done} | wrong))
         for name, end in seen.items():
             ends.setdefault(name, dict.fromkeys(SWITCH, "did not run"))[api] = end
-    lines = ["| test or program | on NIXL | on `nixl_api` |", "| --- | --- | --- |"]
+    lines = [f"| test or program of {ref} | on NIXL | on `nixl_api` |", "| --- | --- | --- |"]
     lines += [f"| {name} | {' | '.join(each.values())} |" for name, each in ends.items()]
-    is_good = all(
-        each["nixl_api"] == "passed" for each in ends.values() if each["NIXL"] == "passed"
-    )
-    return [*lines, "", "Not run:", "", *(f"* {line}" for line in PROGRAMS_LEFT_OUT)], is_good
+    good = [each["nixl_api"] == "passed" for each in ends.values() if each["NIXL"] == "passed"]
+    return [*lines, "", "Not run:", "", *(f"* {line}" for line in PROGRAMS_LEFT_OUT)], bool(
+        good
+    ) and all(good)
 
 
 def main(*arguments: str) -> int:
@@ -217,13 +223,14 @@ def main(*arguments: str) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--nixl-checkout", type=Path, help="run NIXL's own tests and programs")
     checkout = parser.parse_args(arguments).nixl_checkout
-    version = "import importlib.metadata as m; print(m.version('nixl-cu12'))"
-    head = f"With NIXL {run(PYTHON, '-I', '-c', version).strip()}:"
+    code = "import importlib.metadata as m; print(m.version('nixl-cu12'))"
+    version = run(PYTHON, "-I", "-c", code).strip()
+    head = f"With NIXL {version}:"
     if checkout is None:
         lines, is_good = compare_users()
         fill(ROOT / "docs" / "nixl_api.md", "nixl-users", [head, "", *lines])
     else:
-        lines, is_good = compare_checkout(checkout)
+        lines, is_good = compare_checkout(checkout, version)
         print("\n".join([head, "", *lines]))
     return 0 if is_good else 1
 
