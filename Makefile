@@ -27,17 +27,17 @@ NATIVE_SOURCES := CMakeLists.txt CMakePresets.json pyproject.toml $(wildcard cma
 FORMATTED := $(shell find csrc tests/cpp tests/cuda_stub -name '*.?pp')
 
 .PHONY: help ci build demo test wheel sdist check-wheel test-wheel ci-wheel matrix release-check \
-	test-vllm test-vllm-ci test-vllm-releases matrix-vllm vllm-own-tests bench-vllm constraints \
-	lint typing stubs format tidy asan asan-tests tsan soak mutants cov cov-report docs pages bench \
-	gpu-wheels gpu clean
+	test-vllm test-vllm-ci test-vllm-releases matrix-vllm vllm-own-tests nixl-users bench-vllm \
+	constraints lint typing stubs format tidy asan asan-tests tsan soak mutants cov cov-report docs \
+	pages bench gpu-wheels gpu clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
 
 # What must pass before a change lands, in this order; hosted CI runs each as a job.
-CI_STEPS := lint typing docs test ci-wheel test-vllm-ci test-vllm-releases
+CI_STEPS := lint typing docs test ci-wheel test-vllm-ci test-vllm-releases nixl-users
 
-ci:  ## everything that CI checks; about 35 minutes of two cores
+ci:  ## everything that CI checks; about 37 minutes of two cores
 	@set -e; for step in $(CI_STEPS); do echo "--- make $$step"; $(MAKE) $$step; done
 
 %/.venv-made:
@@ -144,6 +144,10 @@ matrix-vllm: $(VLLM_VENV)/.installed  ## the tests of test-vllm-ci over all rele
 
 vllm-own-tests: $(VLLM_VENV)/.installed  ## vLLM's own tests of connectors, with its connector and with ours
 	$(PY) .ci/vllm_own_tests.py
+
+# NIXL_CHECKOUT=FOLDER runs NIXL's own tests and programs, of a checkout, in their place.
+nixl-users: $(VLLM_VENV)/.installed  ## other projects' NIXL code on NIXL, then on nixl_api
+	$(PY) .ci/nixl_users.py $(if $(NIXL_CHECKOUT),--nixl-checkout $(NIXL_CHECKOUT))
 
 bench-vllm: $(VLLM_VENV)/.installed  ## vLLM's connector and ours, between the same engines
 	$(VLLM_PY) bench/vllm_compare.py

@@ -9,12 +9,14 @@ docs/reference/support.md and README.md.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +75,18 @@ def run(
         words = " ".join(map(str, command))
         raise SystemExit(f"error: status {done.returncode} of: {words}\n{done.stdout}{done.stderr}")
     return done.stdout + done.stderr
+
+
+def unpack(requirement: str, folder: Path, *others: str) -> str:
+    """Unpack the Python of a release, and files like `others`; return its version."""
+    wheels = folder / "wheels"
+    pip("download", "--no-deps", "--only-binary=:all:", "-d", wheels, requirement)
+    (wheel,) = wheels.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        for pattern in ("*.py", "*/METADATA", *others):
+            archive.extractall(folder, fnmatch.filter(archive.namelist(), pattern))
+    shutil.rmtree(wheels)
+    return wheel.name.split("-")[1]
 
 
 def make_environment(folder: Path, row: tuple[str, str, str, str]) -> Path:

@@ -14,12 +14,10 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-import zipfile
 from functools import partial
 from typing import TYPE_CHECKING
 
-from build_wheels import pip
-from matrix import ROOT, WORK, Result, fill, run, run_suite
+from matrix import ROOT, WORK, Result, fill, run, run_suite, unpack
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,16 +30,10 @@ HEAD = ["| vLLM | tests |", "| --- | --- |"]
 VENV = ROOT / ".venv-vllm"
 
 
-def unpack(requirement: str, folder: Path) -> str:
+def unpack_vllm(requirement: str, folder: Path) -> str:
     """Unpack the Python of a release into a folder, as a build for the CPU; return its version."""
-    pip("download", "--no-deps", "--only-binary=:all:", "-d", folder, requirement)
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        wanted = [name for name in archive.namelist() if name.endswith((".py", "/METADATA"))]
-        archive.extractall(folder, wanted)
-    wheel.unlink()
+    version = unpack(requirement, folder)
     (metadata,) = folder.glob("*.dist-info/METADATA")
-    version = metadata.parent.name.removesuffix(".dist-info").split("-")[1]
     text = metadata.read_text(encoding="utf-8")
     text = text.replace(f"\nVersion: {version}\n", f"\nVersion: {version}+cpu\n", 1)
     metadata.write_text(text, encoding="utf-8")
@@ -53,7 +45,7 @@ def test_unpacked(requirement: str) -> tuple[str, Result]:
     folder = WORK / requirement.partition("=")[0]
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    version = unpack(requirement, folder)
+    version = unpack_vllm(requirement, folder)
     report, env = WORK / f"{folder.name}.xml", {"PYTHONPATH": str(folder)}
     result = run_suite(VENV / "bin" / "python", UNITS, report, env)
     shutil.rmtree(folder)

@@ -24,11 +24,12 @@ def main() -> None:
         sys.exit("usage: python -m pynixlkv.nixl_api (PROGRAM | -m MODULE) [ARGUMENTS]")
     os.environ[VARIABLE] = "1"
     install()
+    # Of a program's own folder, unless -P or PYTHONSAFEPATH (Python 3.11) keeps that from the path.
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(Path.cwd() if is_module else Path(sys.argv[0]).resolve().parent)
     if is_module:
-        sys.path[0] = str(Path.cwd())
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 

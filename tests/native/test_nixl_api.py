@@ -1187,6 +1187,23 @@ def test_a_program_runs_on_ours_whatever_it_imports(tmp_path, name):
         assert result.stdout.splitlines()[-1] == expected
 
 
+@pytest.mark.parametrize("arguments", [["program.py"], ["-m", "program"]])
+def test_a_program_keeps_the_path_that_it_was_given(tmp_path, arguments):
+    (tmp_path / "program.py").write_text("import other")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "other.py").write_text("print('found')")
+    path = os.pathsep.join(map(str, (tmp_path / "lib", tmp_path)))
+    result = subprocess.run(
+        [sys.executable, "-m", "pynixlkv.nixl_api", *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": path},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout.splitlines()[-1] == "found"
+
+
 def test_a_program_must_be_named():
     result = subprocess.run(
         [sys.executable, "-m", "pynixlkv.nixl_api"], capture_output=True, text=True, check=False
