@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     Results = dict[str, Any]
 
 PAGE = 4096
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 def data(num_bytes: int, seed: int) -> bytes:

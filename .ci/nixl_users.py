@@ -65,7 +65,7 @@ PROGRAMS_LEFT_OUT = (
     "`nixl_gds_example.py`, `nixl_p2p_storage_example.py`: need GPU memory or the plugin GDS.",
     "`telemetry_reader.py`: does not use NIXL's API.",
 )
-DEADLINE_S = 120.0
+DEADLINE_S = 180.0
 
 
 def fetch() -> None:
