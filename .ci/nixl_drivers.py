@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +74,13 @@ def wait(condition: Callable[[], object]) -> Any:  # noqa: ANN401
             raise TimeoutError(f"after {TIMEOUT_S} s")
         time.sleep(0.001)
     return value
+
+
+def connect() -> Connection | None:
+    """Return a connection to the other side, or None if that does not listen yet."""
+    with suppress(FileNotFoundError, ConnectionRefusedError):
+        return Client("socket")
+    return None
 
 
 def free_port() -> int:
@@ -530,8 +538,7 @@ def main(side: str, *names: str) -> None:
             with Listener("socket") as listener:
                 peer = listener.accept()
         else:
-            wait(Path("socket").exists)
-            peer = Client("socket")
+            peer = wait(connect)
     for name in names if side == "0" else (name for name in names if name not in ALONE):
         results = DRIVERS[name](peer, int(side))
         used = importlib.import_module("nixl._api").nixl_agent.__module__
