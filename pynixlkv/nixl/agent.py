@@ -247,8 +247,7 @@ class NixlAgent(Agent):
         self._paths[path] += 1
         name = path if self._paths[path] == 1 else f"{path} ({self._paths[path]})"
         try:
-            facts = files.read_facts(fd, path)
-            file = BlockFile(self, name, fd, facts, path=path, writable=writable)
+            file = BlockFile(self, name, fd, path=path, writable=writable)
         except BaseException:
             os.close(fd)
             raise

@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, TypeVar
 
 import msgspec
 
@@ -83,6 +83,8 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     byte_order: str
     geometry: Geometry
     """Offsets count from the first byte of the blocks."""
+    identity: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    """Random: records of another file are none of this one."""
 
 
 # ---- where things are
@@ -97,14 +99,14 @@ def _block_bytes(group: Group) -> int:
     return group.element_bytes * sum(math.prod(each) for each in counts)
 
 
-def _lay_out(like: Geometry, counts: Sequence[int], base: int) -> Geometry:
-    """Return the geometry of a file from an offset on: each block is contiguous.
+def _lay_out(like: Geometry, counts: Sequence[int], base: int, tail: int = 0) -> Geometry:
+    """Return the geometry of a file from an offset on: each block is contiguous, with a tail.
 
     Inside a block regions follow each other, with the order of their axes kept.
     """
     groups, at = [], base
     for group, count in zip(like.groups, counts, strict=True):
-        step, regions, address = _block_bytes(group), [], at
+        step, regions, address = _block_bytes(group) + tail, [], at
         for region in group.regions:
             axes = {"block": Axis(0, count, step if count > 1 else 0)}
             inside = group.element_bytes
@@ -169,17 +171,24 @@ def _system(path: str, what: str) -> Iterator[None]:
         raise found from error
 
 
-def create(path: str, like: KVCache | Geometry, num_blocks: int | Mapping[str, int]) -> int:
-    """Make a file without valid blocks, locked for writing; return its descriptor."""
+def make_header(
+    like: KVCache | Geometry, num_blocks: int | Mapping[str, int], tail: int = 0
+) -> tuple[bytes, int]:
+    """Return how a file begins, and its bytes in all."""
     geometry = like.geometry if isinstance(like, KVCache) else like
     if not isinstance(geometry, Geometry):
         raise ConfigError(f"like is a {type(like).__name__}; expected a KVCache or a Geometry")
     counts = _counts(geometry, num_blocks)
-    header = _Header(sys.byteorder, _lay_out(geometry, counts, 0))
+    header = _Header(sys.byteorder, _lay_out(geometry, counts, 0, tail), os.urandom(16))
     sealed = wire.seal(header, "file")
     begin = _PREFIX.pack(_MAGIC, len(sealed)) + sealed
     data = _pages(_pages(len(begin)) + sum(counts) * _RECORD.size)
-    nbytes = data + header.geometry.spans[0].nbytes
+    return begin, data + header.geometry.spans[0].nbytes
+
+
+def create(path: str, like: KVCache | Geometry, num_blocks: int | Mapping[str, int]) -> int:
+    """Make a file without valid blocks, locked for writing; return its descriptor."""
+    begin, nbytes = make_header(like, num_blocks)
     temporary = f"{path}.{os.getpid()}.{threading.get_ident()}.tmp"
     with _system(path, f"making a file of {nbytes} bytes"):
         if os.path.lexists(path):
@@ -225,10 +234,11 @@ class _Facts(msgspec.Struct, frozen=True):
     geometry: Geometry
     table: int
     """Offset of the first record."""
-    identity: tuple[int, int]
+    identity: bytes
+    inode: tuple[int, int]
 
 
-def read_facts(fd: int, path: str) -> _Facts:
+def _read_facts(fd: int, path: str, tail: int) -> _Facts:
     """Read and check the header, which is untrusted."""
 
     def refuse(seen: str) -> StorageError:
@@ -254,16 +264,16 @@ def read_facts(fd: int, path: str) -> _Facts:
             raise refuse(f"its blocks take {stored.spans[0].nbytes} bytes, it has {status.st_size}")
         if header.byte_order != sys.byteorder:
             raise refuse(f"it was written on a {header.byte_order}-endian machine")
-        if _lay_out(stored, counts, 0) != stored:
+        if _lay_out(stored, counts, 0, tail) != stored:
             raise refuse("its geometry is none of a file")
         table = _pages(_PREFIX.size + length)
-        geometry = _lay_out(stored, counts, _pages(table + sum(counts) * _RECORD.size))
+        geometry = _lay_out(stored, counts, _pages(table + sum(counts) * _RECORD.size), tail)
     except (HandshakeError, LayoutError) as error:
         raise refuse(f"its header is damaged, or of another release: {error}") from error
     end = geometry.spans[0].address + geometry.spans[0].nbytes
     if status.st_size < end:
         raise refuse(f"it is short, with {status.st_size} of {end} bytes")
-    return _Facts(geometry, table, (status.st_dev, status.st_ino))
+    return _Facts(geometry, table, header.identity, (status.st_dev, status.st_ino))
 
 
 class BlockFile(Peer, Closeable):
@@ -273,11 +283,12 @@ class BlockFile(Peer, Closeable):
     another; those of several files do not wait for each other. Safe from several threads.
     """
 
-    def __init__(
-        self, agent: NixlAgent, name: str, fd: int, facts: _Facts, *, path: str, writable: bool
-    ) -> None:
+    _tail: ClassVar[int] = 0
+    """Bytes behind each block."""
+
+    def __init__(self, agent: NixlAgent, name: str, fd: int, *, path: str, writable: bool) -> None:
         self._path = path
-        self._facts = facts
+        self._facts = facts = _read_facts(fd, path, self._tail)
         self._is_writable = writable
         self._agent = agent
         first = [0, *itertools.accumulate(group.num_blocks for group in facts.geometry.groups)]
@@ -327,8 +338,8 @@ class BlockFile(Peer, Closeable):
             raise ConfigError(f"group is {group!r}; the file has {names}")
         return [
             block
-            for block in range(self._groups[name].num_blocks)
-            if self._digest_in(name, block, self._record(name, block)) is not None
+            for block, record in self._records(name)
+            if self._digest_in(name, block, record) is not None
         ]
 
     def close(self, timeout: float = CLOSE_TIMEOUT_S) -> bool:
@@ -427,7 +438,7 @@ class BlockFile(Peer, Closeable):
         """Raise `StorageError` unless the descriptor is still that of the file."""
         with _system(self._path, "using it"):
             status = os.fstat(self._fd)
-            if (status.st_dev, status.st_ino) != self._facts.identity:
+            if (status.st_dev, status.st_ino) != self._facts.inode:
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
     # ---- records
@@ -435,14 +446,25 @@ class BlockFile(Peer, Closeable):
     def _at(self, group: str, block: int) -> int:
         return self._facts.table + (self._first[group] + block) * _RECORD.size
 
+    def _offset(self, group: str, block: int) -> int:
+        """Return where a block begins."""
+        region = self._groups[group].regions[0]
+        return region.address + block * region.block.stride
+
+    def _records(self, group: str) -> Iterator[tuple[int, bytes]]:
+        """Return the blocks of a group with records, as they are now."""
+        blocks = range(self._groups[group].num_blocks)
+        return ((block, self._record(group, block)) for block in blocks)
+
     def _record(self, group: str, block: int) -> bytes:
         with _system(self._path, "reading its records"):
             return os.pread(self._fd, _RECORD.size, self._at(group, block))
 
     def _seal(self, group: str, block: int, generation: int, digest: bytes) -> bytes:
         facts = struct.pack("<QQ16s", self._first[group] + block, generation, digest)
-        check = hashlib.blake2b(facts, digest_size=8, person=b"pynixlkv-record").digest()
-        return _RECORD.pack(generation, digest, check)
+        salt = self._facts.identity
+        check = hashlib.blake2b(facts, digest_size=8, salt=salt, person=b"pynixlkv-record")
+        return _RECORD.pack(generation, digest, check.digest())
 
     def _digest_in(self, group: str, block: int, record: bytes) -> bytes | None:
         """Return the digest in the record of a valid block, None of any other."""
@@ -455,7 +477,7 @@ class BlockFile(Peer, Closeable):
     def _digest(self, group: str, block: int) -> bytes:
         """Digest the bytes of a block."""
         nbytes = _block_bytes(self._groups[group])
-        at = self._groups[group].regions[0].address + block * nbytes
+        at = self._offset(group, block)
         digest = hashlib.sha256()  # in hardware twice as fast as BLAKE2
         piece = bytearray(min(_PIECE, nbytes))
         with _system(self._path, "reading its blocks"):
@@ -469,9 +491,9 @@ class BlockFile(Peer, Closeable):
                 digest.update(view)
         return digest.digest()[:16]
 
-    def begin_read(self, blocks: Blocks) -> dict[tuple[str, int], bytes]:
-        """Return the records of blocks; raise unless all are valid."""
-        records = {each: self._record(*each) for each in _each(blocks)}
+    def begin_read(self, transfer: FileTransfer) -> dict[tuple[str, int], bytes]:
+        """Return the records of its blocks; raise unless all are valid."""
+        records = {each: self._record(*each) for each in transfer.each_block()}
         invalid = [
             each for each, record in records.items() if self._digest_in(*each, record) is None
         ]
@@ -509,10 +531,10 @@ class BlockFile(Peer, Closeable):
             message = f"{what} were read; read them again"
             raise _error(InvalidBlocksError, self._path, message, blocks)
 
-    def begin_write(self, blocks: Blocks) -> None:
-        """Make the records of blocks invalid, so that even a loss of power leaves them so."""
+    def begin_write(self, transfer: FileTransfer) -> None:
+        """Make the records of its blocks invalid, so that even a loss of power leaves them so."""
         was_used = False
-        for group, block in _each(blocks):
+        for group, block in transfer.each_block():
             record = self._record(group, block)
             generation = _RECORD.unpack(record)[0] if len(record) == _RECORD.size else 0
             was_used |= generation != 0
@@ -520,12 +542,15 @@ class BlockFile(Peer, Closeable):
         if was_used:
             self._flush()
 
-    def end_write(self, blocks: Blocks) -> None:
-        """Make blocks valid whose bytes are all written."""
+    def end_write(self, transfer: FileTransfer) -> None:
+        """Make its blocks valid, whose bytes are all written."""
         self._flush()
-        for group, block in _each(blocks):
+        for group, block in transfer.each_block():
             generation = _RECORD.unpack(self._record(group, block))[0]
             self._write_record(group, block, (generation + 1) % 2**64, self._digest(group, block))
+
+    def settle(self, transfer: FileTransfer) -> None:
+        """Drop what a transfer needed, which has ended."""
 
     def _write_record(self, group: str, block: int, generation: int, digest: bytes) -> None:
         with _system(self._path, "writing its records"):
@@ -536,10 +561,6 @@ class BlockFile(Peer, Closeable):
     def _flush(self) -> None:
         with _system(self._path, "flushing it"):
             os.fdatasync(self._fd)
-
-
-def _each(blocks: Blocks) -> Iterator[tuple[str, int]]:
-    return ((group, block) for group, ids in blocks.items() for block in ids)
 
 
 def _grouped(each: Sequence[tuple[str, int]]) -> Blocks:
@@ -600,7 +621,7 @@ class FileTransfer(Transfer):
         try:
             self._file.check_descriptor()
             if self._op is Operation.READ:
-                records = self._file.begin_read(self._blocks)
+                records = self._file.begin_read(self)
                 try:
                     self._move()
                 except StorageError:
@@ -608,22 +629,27 @@ class FileTransfer(Transfer):
                     raise
                 self._file.end_read(records)
             else:
-                self._check_running()
-                self._file.begin_write(self._blocks)
+                self.check_running()
+                self._file.begin_write(self)
                 self._move()
-                self._file.end_write(self._blocks)
+                self._file.end_write(self)
             self._finish(None)
         except TransferError as error:
             self._finish(error)
         except Exception as error:
             self._finish(self._failure(f"{self!r} failed: {error}", error))
         finally:
+            self._file.settle(self)
             self._settled.set()
+
+    def each_block(self) -> Iterator[tuple[str, int]]:
+        """Return the blocks that it reads or writes."""
+        return ((group, block) for group, ids in self._blocks.items() for block in ids)
 
     def _move(self) -> None:
         """Move the bytes, and wait for that."""
         with self._lock:
-            self._check_running()
+            self.check_running()
             self._inner = self._start(max(self._remaining(), 1e-9))
         try:
             self._result = self._inner.wait()
@@ -631,7 +657,7 @@ class FileTransfer(Transfer):
             raise
         except TransferError as error:
             raise self._failure(str(error), error.__cause__) from error
-        self._check_running()
+        self.check_running()
 
     def _failure(self, message: str, cause: BaseException | None) -> StorageError:
         error = _error(StorageError, self._file.path, message, self._blocks)
@@ -641,7 +667,7 @@ class FileTransfer(Transfer):
     def _remaining(self) -> float:
         return self._submitted + self._timeout - time.monotonic()
 
-    def _check_running(self) -> None:
+    def check_running(self) -> None:
         """Raise if the transfer has ended, or has to."""
         if self._ended.done():
             raise self._error or TransferCancelled("the transfer was cancelled")
