@@ -332,7 +332,7 @@ def test_a_file_that_says_something_impossible_is_refused(agent, path):
         files._lay_out(rank.cache.geometry, [1 << 40], 0): "its blocks take",
     }.items():
         sealed = files.wire.seal(files._Header("little", geometry, bytes(16)), "file")
-        path.write_bytes(files._PREFIX.pack(b"PNKVFILE", len(sealed)) + sealed + bytes(1 << 20))
+        path.write_bytes(files.PREFIX.pack(b"PNKVFILE", len(sealed)) + sealed + bytes(1 << 20))
         with pytest.raises(StorageError, match=words):
             agent.open_file(path)
 
