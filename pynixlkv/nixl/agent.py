@@ -144,10 +144,10 @@ class NixlAgent(Agent):
                 _PROGRESS_DELAY_US,
             )
         except NixlError as error:
-            shown = {k: "…" if k in _SECRETS else v for k, v in self._storage_params.items()}
+            shown = _without_secrets(self._storage_params)
             with_files = f", {self._storage} with {shown}" if self._storage else ""
             raise type(error)(
-                f"{error}; {backend} was started with {params} and {_ucx_environment()}"
+                f"{error}; {backend} was started with {_without_secrets(params)} and {_ucx_environment()}"
                 f"{with_files}. See pynixlkv.native_report() for the plugins and transports that "
                 "work here",
                 library=error.library,
@@ -326,6 +326,10 @@ class NixlAgent(Agent):
         config = self._backend_params.get("engine_config", "").split(",")
         choice = [item.removeprefix("TLS=") for item in config if item.startswith("TLS=")]
         return f"UCX, UCX_TLS={os.environ.get('UCX_TLS') or (choice or ['all'])[0]}"
+
+
+def _without_secrets(params: Mapping[str, str]) -> dict[str, str]:
+    return {key: "…" if key in _SECRETS else value for key, value in params.items()}
 
 
 def _ucx_environment() -> str:
