@@ -144,10 +144,10 @@ class NixlAgent(Agent):
                 _PROGRESS_DELAY_US,
             )
         except NixlError as error:
-            shown = _without_secrets(self._storage_params)
-            with_files = f", {self._storage} with {shown}" if self._storage else ""
+            shown, of_files = map(_without_secrets, (params, self._storage_params))
+            with_files = f", {self._storage} with {of_files}" if self._storage else ""
             raise type(error)(
-                f"{error}; {backend} was started with {_without_secrets(params)} and {_ucx_environment()}"
+                f"{error}; {backend} was started with {shown} and {_ucx_environment()}"
                 f"{with_files}. See pynixlkv.native_report() for the plugins and transports that "
                 "work here",
                 library=error.library,

@@ -84,7 +84,7 @@ class ObjectStore:
         ):
             threading.Thread(target=_copy, args=(store, client), daemon=True).start()
             while data := client.recv(1 << 16):
-                self.goes_on.wait()
+                self.goes_on.wait(DEADLINE_S)
                 if self.answer is not None and data.startswith(b"PUT "):
                     client.sendall(self.answer)
                     return
