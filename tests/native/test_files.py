@@ -225,6 +225,8 @@ def test_a_reader_beside_the_writer_gets_whole_blocks_or_none(options, written, 
     rank, file, plan = written
     rounds = 40
     reader = Rank("BNKHD", 16, 8, seed=3)
+    # moto drops an object that is replaced, in the middle of an answer that has it.
+    refused = StorageError if options["backend"] == "OBJ" else InvalidBlocksError
     with NixlAgent("r", **options) as other:
         other.register(reader.cache)
         theirs = other.open_file(path)
@@ -238,7 +240,7 @@ def test_a_reader_beside_the_writer_gets_whole_blocks_or_none(options, written, 
             writing = pool.submit(rewrite)
             good = 0
             while not writing.done():
-                with contextlib.suppress(InvalidBlocksError):
+                with contextlib.suppress(refused):
                     other.read(theirs, read, [0], [3]).wait(WAIT_S)
                     good += any(
                         np.array_equal(reader.values([0]), rank.values([i])) for i in range(8)
