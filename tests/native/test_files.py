@@ -69,7 +69,7 @@ def all_stores():
 @pytest.fixture
 def store(all_stores):
     yield all_stores
-    all_stores.answer = None
+    all_stores.answer, all_stores.is_gone = None, False
     all_stores.goes_on.set()
 
 
@@ -720,26 +720,31 @@ def test_what_is_not_put_leaves_the_old_blocks(agent, written, store, status):
 
 @of_objects
 @pytest.mark.parametrize("op", ["read", "write"])
-@pytest.mark.parametrize("end", ["deadline", "cancel"])
+@pytest.mark.parametrize("end", ["deadline", "cancel", "hangs up"])
 def test_a_hung_store_ends_the_transfer_and_not_the_others(agent, written, store, path, op, end):
     rank, file, plan = written
     with agent.create_file(path.with_name("other"), rank.cache, 2) as other:
-        store.goes_on.clear()
+        if end == "hangs up":
+            store.is_gone = True
+        else:
+            store.goes_on.clear()
         start = getattr(agent, op)
-        transfer = start(file, plan, [1, 2], [5, 6], timeout=0.3 if end == "deadline" else WAIT_S)
+        transfer = start(file, plan, [1, 2], [5, 6], timeout=WAIT_S if end == "cancel" else 0.3)
         behind = agent.write(file, plan, [3], [7], timeout=0.3)
         if end == "cancel":
             with pytest.raises(TransferTimeout, match="goes on"):
                 transfer.wait(0.1)
             transfer.cancel()
-        with pytest.raises(TransferTimeout if end == "deadline" else TransferCancelled):
+        with pytest.raises(TransferCancelled if end == "cancel" else TransferTimeout):
             transfer.wait()
         with pytest.raises(TransferTimeout):
             agent.write(other, plan_to(rank, other), [0], [0], timeout=0.2).wait()
         with pytest.raises(TransferTimeout):
             behind.wait()
-        assert not transfer.is_quiet
-        assert not file.close(0.05)
+        if end != "hangs up":  # which NIXL takes for an answer after some tries
+            assert not transfer.is_quiet
+            assert not file.close(0.05)
+        store.is_gone = False
         store.goes_on.set()
         assert transfer.wait_quiet(WAIT_S)
         assert file.close(WAIT_S)

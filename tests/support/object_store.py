@@ -17,7 +17,7 @@ BUCKET = "blocks"
 
 
 class ObjectStore:
-    """moto's S3, and a relay before it, which can hang and answer what is put by itself."""
+    """moto's S3, and a relay before it: can hang, hang up, and answer what is put by itself."""
 
     def __init__(self):
         self.port = free_port()
@@ -34,6 +34,7 @@ class ObjectStore:
                 assert self.process.poll() is None
                 threading.Event().wait(0.1)
         self.answer = None
+        self.is_gone = False
         self.goes_on = threading.Event()
         self.goes_on.set()
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -85,6 +86,8 @@ class ObjectStore:
             threading.Thread(target=_copy, args=(store, client), daemon=True).start()
             while data := client.recv(1 << 16):
                 self.goes_on.wait(DEADLINE_S)
+                if self.is_gone:
+                    return
                 if self.answer is not None and data.startswith(b"PUT "):
                     client.sendall(self.answer)
                     return
