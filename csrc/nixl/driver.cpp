@@ -86,9 +86,10 @@ NixlDriver::NixlDriver(std::shared_ptr<const Library> library, std::string name,
     }
     if (options_.backend.empty()) {
         failure_ = std::make_exception_ptr(Error(
-            "ConfigError", text("agent '", name_, "' has the backend ", options_.storage.backend,
-                                " alone, which reaches no peer; name one that does beside it, as "
-                                "in NixlAgent(backend=\"UCX\", storage=\"POSIX\")")));
+            "ConfigError", text("agent '", name_,
+                                "' has a backend of storage alone, which reaches no peer; name one "
+                                "that does beside it, as in NixlAgent(backend=\"UCX\", "
+                                "storage=\"POSIX\")")));
         return;
     }
     make();

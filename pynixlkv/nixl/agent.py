@@ -12,7 +12,7 @@ from pynixlkv import _loader, _native
 from pynixlkv._limits import check_reserve
 from pynixlkv.agent import Agent, check_strings, span_arrays
 from pynixlkv.errors import ConfigError, NixlError
-from pynixlkv.nixl import files
+from pynixlkv.nixl import files, objects
 from pynixlkv.nixl.files import BlockFile
 from pynixlkv.transfer import CLOSE_TIMEOUT_S
 
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from pynixlkv.transfer import Peer, Transfer
     from pynixlkv.types import Operation
 
-_STORAGE = frozenset({"POSIX"})
+_STORAGE = frozenset({"POSIX", "OBJ"})
 """Backends without a remote side that files are opened with."""
+_SECRETS = frozenset({"access_key", "secret_key", "session_token"})
+"""Parameters that no message shows."""
 
 # Period of the timer of NIXL's progress thread, which serves peers whose transport needs this
 # side's processor (TCP) and also wakes on events. The period of NIXL's Python API burns a core.
@@ -52,13 +54,15 @@ class NixlAgent(Agent):
         Unique among the agents that talk to each other.
     backend : str
         NIXL backend that reaches peers; registered memory and transfers with peers use it alone.
-        ``"POSIX"`` for an agent of files alone: `hello` and `connect` then raise `ConfigError`.
+        One of storage for an agent of files alone: `hello` and `connect` then raise `ConfigError`.
     backend_params : mapping of str to str, optional
         Parameters of the backend, over the defaults that `default_backend_params` shows.
     storage : str, optional
-        NIXL backend that files are opened with, beside that for peers: ``"POSIX"``.
+        NIXL backend that files are opened with, beside that for peers: ``"POSIX"``, or ``"OBJ"``,
+        whose files are objects of a store that speaks S3.
     storage_params : mapping of str to str, optional
-        Parameters of that backend, such as ``{"use_uring": "true"}``.
+        Parameters of that backend, such as ``{"use_uring": "true"}``, or ``bucket``,
+        ``endpoint_override``, ``access_key`` and ``secret_key`` of the store.
     secret : bytes or str, optional
         Key of the MAC on hello bytes; both sides need the same. Default: the environment variable
         ``PYNIXLKV_SECRET``, or none.
@@ -126,6 +130,9 @@ class NixlAgent(Agent):
         storage, storage_params = self._storage or "", self._storage_params
         reaches_peers = backend not in _STORAGE
         try:
+            if storage == "OBJ":
+                objects.Store("", self._storage_params).close()  # finds out whether it works
+                storage, storage_params = "POSIX", {}  # moves the bytes of their file in memory
             return _native.transfer.nixl_agent(
                 name,
                 incarnation,
@@ -137,9 +144,10 @@ class NixlAgent(Agent):
                 _PROGRESS_DELAY_US,
             )
         except NixlError as error:
-            with_files = f", {storage} with {storage_params}" if storage else ""
+            shown, of_files = map(_without_secrets, (params, self._storage_params))
+            with_files = f", {self._storage} with {of_files}" if self._storage else ""
             raise type(error)(
-                f"{error}; {backend} was started with {params} and {_ucx_environment()}"
+                f"{error}; {backend} was started with {shown} and {_ucx_environment()}"
                 f"{with_files}. See pynixlkv.native_report() for the plugins and transports that "
                 "work here",
                 library=error.library,
@@ -182,7 +190,8 @@ class NixlAgent(Agent):
         Parameters
         ----------
         path : str or path-like
-            Where; there must be nothing. Only this user can read it.
+            Where; there must be nothing. Only this user can read it. Of objects, how their keys
+            begin.
         like : KVCache or Geometry
             Whose layers, heads, tokens per block and order of axes the file shall have; only its
             pool has another size. Need not be the cache that is written.
@@ -207,6 +216,9 @@ class NixlAgent(Agent):
         Blocks until the file is on the disk.
         """
         name = self._check_path(path)
+        if self._storage == "OBJ":
+            store = objects.create(name, self._storage_params, like, num_blocks)
+            return self._open(name, store, writable=True)
         return self._open(name, files.create(name, like, num_blocks), writable=True)
 
     def open_file(self, path: str | os.PathLike[str], *, writable: bool = False) -> BlockFile:
@@ -217,8 +229,8 @@ class NixlAgent(Agent):
         path : str or path-like
             Its path. The file is untrusted; all of its header is checked.
         writable : bool
-            Whether to be its writer, of which it has one at a time. It may have any number of
-            readers beside the writer.
+            Whether to be its writer, of which it has one at a time; nothing sees to that if blocks
+            are objects. It may have any number of readers beside the writer.
 
         Raises
         ------
@@ -229,6 +241,9 @@ class NixlAgent(Agent):
             If the agent has no storage backend.
         """
         name = self._check_path(path)
+        if self._storage == "OBJ":
+            store = objects.open_existing(name, self._storage_params)
+            return self._open(name, store, writable=writable)
         return self._open(name, files.open_existing(name, writable=writable), writable=writable)
 
     def _check_path(self, path: str | os.PathLike[str]) -> str:
@@ -243,14 +258,16 @@ class NixlAgent(Agent):
             raise ConfigError(f"path is {path!r}; expected text")
         return name
 
-    def _open(self, path: str, fd: int, *, writable: bool) -> BlockFile:
+    def _open(self, path: str, opened: int | objects.Store, *, writable: bool) -> BlockFile:
         self._paths[path] += 1
         name = path if self._paths[path] == 1 else f"{path} ({self._paths[path]})"
         try:
-            facts = files.read_facts(fd, path)
-            file = BlockFile(self, name, fd, facts, path=path, writable=writable)
+            if isinstance(opened, int):
+                file = BlockFile(self, name, opened, path=path, writable=writable)
+            else:
+                file = objects.BlockObjects(self, name, opened, path=path, writable=writable)
         except BaseException:
-            os.close(fd)
+            os.close(opened) if isinstance(opened, int) else opened.close()
             raise
         self._files.add(file)
         return file
@@ -309,6 +326,10 @@ class NixlAgent(Agent):
         config = self._backend_params.get("engine_config", "").split(",")
         choice = [item.removeprefix("TLS=") for item in config if item.startswith("TLS=")]
         return f"UCX, UCX_TLS={os.environ.get('UCX_TLS') or (choice or ['all'])[0]}"
+
+
+def _without_secrets(params: Mapping[str, str]) -> dict[str, str]:
+    return {key: "…" if key in _SECRETS else value for key, value in params.items()}
 
 
 def _ucx_environment() -> str:

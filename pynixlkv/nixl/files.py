@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, TypeVar
 
 import msgspec
 
@@ -66,8 +66,8 @@ Blocks = dict[str, list[int]]
 """Ascending block numbers by group name."""
 
 _MAGIC = b"PNKVFILE"
-_PREFIX = struct.Struct("<8sQ")  # magic, bytes of the sealed header
-_RECORD = struct.Struct("<Q16s8s")  # generation, digest of the block, digest of the record
+PREFIX = struct.Struct("<8sQ")  # magic, bytes of the sealed header
+RECORD = struct.Struct("<Q16s8s")  # generation, digest of the block, digest of the record
 _PAGE = 4096
 _PIECE = 1 << 20
 _SHOWN = 20  # block numbers in an error
@@ -83,6 +83,8 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     byte_order: str
     geometry: Geometry
     """Offsets count from the first byte of the blocks."""
+    identity: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    """Random: records of another file are none of this one."""
 
 
 # ---- where things are
@@ -92,19 +94,19 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
-def _block_bytes(group: Group) -> int:
+def block_bytes(group: Group) -> int:
     counts: list[list[int]] = [[getattr(r, name).count for name in _INNER] for r in group.regions]
     return group.element_bytes * sum(math.prod(each) for each in counts)
 
 
-def _lay_out(like: Geometry, counts: Sequence[int], base: int) -> Geometry:
-    """Return the geometry of a file from an offset on: each block is contiguous.
+def _lay_out(like: Geometry, counts: Sequence[int], base: int, tail: int = 0) -> Geometry:
+    """Return the geometry of a file from an offset on: each block is contiguous, with a tail.
 
     Inside a block regions follow each other, with the order of their axes kept.
     """
     groups, at = [], base
     for group, count in zip(like.groups, counts, strict=True):
-        step, regions, address = _block_bytes(group), [], at
+        step, regions, address = block_bytes(group) + tail, [], at
         for region in group.regions:
             axes = {"block": Axis(0, count, step if count > 1 else 0)}
             inside = group.element_bytes
@@ -140,12 +142,12 @@ def _counts(like: Geometry, num_blocks: int | Mapping[str, int]) -> list[int]:
 _E = TypeVar("_E", bound=StorageError)
 
 
-def _error(kind: type[_E], path: str, message: str, blocks: Blocks | None = None) -> _E:
+def storage_error(kind: type[_E], path: str, message: str, blocks: Blocks | None = None) -> _E:
     return kind(message, peer=path, path=path, blocks=blocks or {})
 
 
 @contextlib.contextmanager
-def _system(path: str, what: str) -> Iterator[None]:
+def system_errors(path: str, what: str) -> Iterator[None]:
     """Turn what the system says of a file into a `StorageError`."""
     remedies = {
         errno.ENOENT: "create it with agent.create_file, or correct the path",
@@ -164,24 +166,31 @@ def _system(path: str, what: str) -> Iterator[None]:
     except OSError as error:
         remedy = remedies.get(error.errno or 0, "see the log of the system")
         seen = f"{what} failed: {error.strerror} (errno {error.errno}); {remedy}"
-        found = _error(StorageError, path, f"file {path!r}: {seen}")
+        found = storage_error(StorageError, path, f"file {path!r}: {seen}")
         found.errno = error.errno
         raise found from error
 
 
-def create(path: str, like: KVCache | Geometry, num_blocks: int | Mapping[str, int]) -> int:
-    """Make a file without valid blocks, locked for writing; return its descriptor."""
+def make_header(
+    like: KVCache | Geometry, num_blocks: int | Mapping[str, int], tail: int = 0
+) -> tuple[bytes, int]:
+    """Return how a file begins, and its bytes in all."""
     geometry = like.geometry if isinstance(like, KVCache) else like
     if not isinstance(geometry, Geometry):
         raise ConfigError(f"like is a {type(like).__name__}; expected a KVCache or a Geometry")
     counts = _counts(geometry, num_blocks)
-    header = _Header(sys.byteorder, _lay_out(geometry, counts, 0))
+    header = _Header(sys.byteorder, _lay_out(geometry, counts, 0, tail), os.urandom(16))
     sealed = wire.seal(header, "file")
-    begin = _PREFIX.pack(_MAGIC, len(sealed)) + sealed
-    data = _pages(_pages(len(begin)) + sum(counts) * _RECORD.size)
-    nbytes = data + header.geometry.spans[0].nbytes
+    begin = PREFIX.pack(_MAGIC, len(sealed)) + sealed
+    data = _pages(_pages(len(begin)) + sum(counts) * RECORD.size)
+    return begin, data + header.geometry.spans[0].nbytes
+
+
+def create(path: str, like: KVCache | Geometry, num_blocks: int | Mapping[str, int]) -> int:
+    """Make a file without valid blocks, locked for writing; return its descriptor."""
+    begin, nbytes = make_header(like, num_blocks)
     temporary = f"{path}.{os.getpid()}.{threading.get_ident()}.tmp"
-    with _system(path, f"making a file of {nbytes} bytes"):
+    with system_errors(path, f"making a file of {nbytes} bytes"):
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -206,7 +215,7 @@ def create(path: str, like: KVCache | Geometry, num_blocks: int | Mapping[str, i
 
 def open_existing(path: str, *, writable: bool) -> int:
     """Open a file, and lock it for writing if it is to be written; return its descriptor."""
-    with _system(path, "opening it for writing" if writable else "opening it"):
+    with system_errors(path, "opening it for writing" if writable else "opening it"):
         # A pipe would be waited for.
         flags = os.O_CLOEXEC | os.O_NONBLOCK | (os.O_RDWR if writable else os.O_RDONLY)
         fd = os.open(path, flags)
@@ -225,27 +234,28 @@ class _Facts(msgspec.Struct, frozen=True):
     geometry: Geometry
     table: int
     """Offset of the first record."""
-    identity: tuple[int, int]
+    identity: bytes
+    inode: tuple[int, int]
 
 
-def read_facts(fd: int, path: str) -> _Facts:
+def _read_facts(fd: int, path: str, tail: int) -> _Facts:
     """Read and check the header, which is untrusted."""
 
     def refuse(seen: str) -> StorageError:
         what = f"{path!r} is no file of KV blocks that can be used here: {seen}"
-        return _error(StorageError, path, f"{what}; make one with agent.create_file")
+        return storage_error(StorageError, path, f"{what}; make one with agent.create_file")
 
-    with _system(path, "reading its header"):
+    with system_errors(path, "reading its header"):
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise refuse("it is no regular file")
-        prefix = os.pread(fd, _PREFIX.size, 0)
-        if len(prefix) < _PREFIX.size or prefix[:8] != _MAGIC:
+        prefix = os.pread(fd, PREFIX.size, 0)
+        if len(prefix) < PREFIX.size or prefix[:8] != _MAGIC:
             raise refuse(f"it begins with {prefix[:8]!r}, not {_MAGIC!r}")
-        length = _PREFIX.unpack(prefix)[1]
+        length = PREFIX.unpack(prefix)[1]
         if length > min(wire.MAX_BYTES, status.st_size):
             raise refuse(f"its header announces {length} bytes, the file has {status.st_size}")
-        sealed = os.pread(fd, length, _PREFIX.size)
+        sealed = os.pread(fd, length, PREFIX.size)
     try:
         header = wire.unseal(sealed, _Header, "file")
         stored = header.geometry
@@ -254,16 +264,16 @@ def read_facts(fd: int, path: str) -> _Facts:
             raise refuse(f"its blocks take {stored.spans[0].nbytes} bytes, it has {status.st_size}")
         if header.byte_order != sys.byteorder:
             raise refuse(f"it was written on a {header.byte_order}-endian machine")
-        if _lay_out(stored, counts, 0) != stored:
+        if _lay_out(stored, counts, 0, tail) != stored:
             raise refuse("its geometry is none of a file")
-        table = _pages(_PREFIX.size + length)
-        geometry = _lay_out(stored, counts, _pages(table + sum(counts) * _RECORD.size))
+        table = _pages(PREFIX.size + length)
+        geometry = _lay_out(stored, counts, _pages(table + sum(counts) * RECORD.size), tail)
     except (HandshakeError, LayoutError) as error:
         raise refuse(f"its header is damaged, or of another release: {error}") from error
     end = geometry.spans[0].address + geometry.spans[0].nbytes
     if status.st_size < end:
         raise refuse(f"it is short, with {status.st_size} of {end} bytes")
-    return _Facts(geometry, table, (status.st_dev, status.st_ino))
+    return _Facts(geometry, table, header.identity, (status.st_dev, status.st_ino))
 
 
 class BlockFile(Peer, Closeable):
@@ -273,11 +283,12 @@ class BlockFile(Peer, Closeable):
     another; those of several files do not wait for each other. Safe from several threads.
     """
 
-    def __init__(
-        self, agent: NixlAgent, name: str, fd: int, facts: _Facts, *, path: str, writable: bool
-    ) -> None:
+    tail: ClassVar[int] = 0
+    """Bytes behind each block."""
+
+    def __init__(self, agent: NixlAgent, name: str, fd: int, *, path: str, writable: bool) -> None:
         self._path = path
-        self._facts = facts
+        self._facts = facts = _read_facts(fd, path, self.tail)
         self._is_writable = writable
         self._agent = agent
         first = [0, *itertools.accumulate(group.num_blocks for group in facts.geometry.groups)]
@@ -327,8 +338,8 @@ class BlockFile(Peer, Closeable):
             raise ConfigError(f"group is {group!r}; the file has {names}")
         return [
             block
-            for block in range(self._groups[name].num_blocks)
-            if self._digest_in(name, block, self._record(name, block)) is not None
+            for block, record in enumerate(self._records(name))
+            if self._digest_in(name, block, record) is not None
         ]
 
     def close(self, timeout: float = CLOSE_TIMEOUT_S) -> bool:
@@ -403,7 +414,7 @@ class BlockFile(Peer, Closeable):
 
         with self._lock:
             if self._is_closed:
-                raise _error(
+                raise storage_error(
                     StorageError, self._path, f"file {self._path!r} is closed; open it again"
                 )
             transfer = FileTransfer(self, op, blocks, start, timeout)
@@ -414,74 +425,84 @@ class BlockFile(Peer, Closeable):
     def _check_write(self, blocks: Blocks, num_bytes: int) -> None:
         if not self._is_writable:
             message = f"file {self._path!r} is open for reading; open it with writable=True"
-            raise _error(StorageError, self._path, message)
-        whole = sum(len(ids) * _block_bytes(self._groups[name]) for name, ids in blocks.items())
+            raise storage_error(StorageError, self._path, message)
+        whole = sum(len(ids) * block_bytes(self._groups[name]) for name, ids in blocks.items())
         if num_bytes != whole:
             raise PlanError(
-                f"the transfer writes {num_bytes} of the {whole} bytes of blocks {_named(blocks)} "
+                f"the transfer writes {num_bytes} of the {whole} bytes of blocks {named(blocks)} "
                 f"of file {self._path!r}, which is written in whole blocks: all layers and heads, "
                 "and all tokens"
             )
 
     def check_descriptor(self) -> None:
         """Raise `StorageError` unless the descriptor is still that of the file."""
-        with _system(self._path, "using it"):
+        with system_errors(self._path, "using it"):
             status = os.fstat(self._fd)
-            if (status.st_dev, status.st_ino) != self._facts.identity:
+            if (status.st_dev, status.st_ino) != self._facts.inode:
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
     # ---- records
 
     def _at(self, group: str, block: int) -> int:
-        return self._facts.table + (self._first[group] + block) * _RECORD.size
+        return self._facts.table + (self._first[group] + block) * RECORD.size
+
+    def _offset(self, group: str, block: int) -> int:
+        """Return where a block begins."""
+        region = self._groups[group].regions[0]
+        return region.address + block * region.block.stride
+
+    def _records(self, group: str) -> Iterator[bytes]:
+        """Return the records of all blocks of a group."""
+        return (self._record(group, block) for block in range(self._groups[group].num_blocks))
 
     def _record(self, group: str, block: int) -> bytes:
-        with _system(self._path, "reading its records"):
-            return os.pread(self._fd, _RECORD.size, self._at(group, block))
+        with system_errors(self._path, "reading its records"):
+            return os.pread(self._fd, RECORD.size, self._at(group, block))
 
     def _seal(self, group: str, block: int, generation: int, digest: bytes) -> bytes:
         facts = struct.pack("<QQ16s", self._first[group] + block, generation, digest)
-        check = hashlib.blake2b(facts, digest_size=8, person=b"pynixlkv-record").digest()
-        return _RECORD.pack(generation, digest, check)
+        salt = self._facts.identity
+        check = hashlib.blake2b(facts, digest_size=8, salt=salt, person=b"pynixlkv-record")
+        return RECORD.pack(generation, digest, check.digest())
 
     def _digest_in(self, group: str, block: int, record: bytes) -> bytes | None:
         """Return the digest in the record of a valid block, None of any other."""
-        if len(record) != _RECORD.size:
+        if len(record) != RECORD.size:
             return None
-        generation, digest, _ = _RECORD.unpack(record)
+        generation, digest, _ = RECORD.unpack(record)
         is_valid = generation % 2 == 0 and record == self._seal(group, block, generation, digest)
         return digest if is_valid else None
 
     def _digest(self, group: str, block: int) -> bytes:
         """Digest the bytes of a block."""
-        nbytes = _block_bytes(self._groups[group])
-        at = self._groups[group].regions[0].address + block * nbytes
+        nbytes = block_bytes(self._groups[group])
+        at = self._offset(group, block)
         digest = hashlib.sha256()  # in hardware twice as fast as BLAKE2
         piece = bytearray(min(_PIECE, nbytes))
-        with _system(self._path, "reading its blocks"):
+        with system_errors(self._path, "reading its blocks"):
             for done in range(0, nbytes, len(piece)):
                 view = memoryview(piece)[: nbytes - done]
                 got = os.preadv(self._fd, [view], at + done)
                 if got != len(view):
                     seen = f"is short: it ends at byte {at + done + got}, inside block {block}"
                     message = f"file {self._path!r} {seen}; remove it"
-                    raise _error(StorageError, self._path, message, {group: [block]})
+                    raise storage_error(StorageError, self._path, message, {group: [block]})
                 digest.update(view)
         return digest.digest()[:16]
 
-    def begin_read(self, blocks: Blocks) -> dict[tuple[str, int], bytes]:
-        """Return the records of blocks; raise unless all are valid."""
-        records = {each: self._record(*each) for each in _each(blocks)}
+    def begin_read(self, transfer: FileTransfer) -> dict[tuple[str, int], bytes]:
+        """Return the records of its blocks; raise unless all are valid."""
+        records = {each: self._record(*each) for each in transfer.each_block()}
         invalid = [
             each for each, record in records.items() if self._digest_in(*each, record) is None
         ]
         if invalid:
-            blocks = _grouped(invalid)
+            blocks = grouped(invalid)
             message = (
-                f"file {self._path!r} holds no valid blocks {_named(blocks)}: they were never "
+                f"file {self._path!r} holds no valid blocks {named(blocks)}: they were never "
                 "written, or their writer has not finished; see file.valid_blocks()"
             )
-            raise _error(InvalidBlocksError, self._path, message, blocks)
+            raise storage_error(InvalidBlocksError, self._path, message, blocks)
         return records
 
     def end_read(self, records: Mapping[tuple[str, int], bytes]) -> None:
@@ -494,7 +515,7 @@ class BlockFile(Peer, Closeable):
         self.check_unchanged(records)
         if wrong:
             raise KVCorruptError(
-                f"blocks {_named(_grouped(wrong))} of file {self._path!r} differ from what was "
+                f"blocks {named(grouped(wrong))} of file {self._path!r} differ from what was "
                 "written; the file is damaged, remove it",
                 peer=self.name,
                 num_mismatches=len(wrong),
@@ -504,52 +525,51 @@ class BlockFile(Peer, Closeable):
         """Raise `InvalidBlocksError` if blocks were written since their records were read."""
         changed = [each for each, record in records.items() if self._record(*each) != record]
         if changed:
-            blocks = _grouped(changed)
-            what = f"blocks {_named(blocks)} of file {self._path!r} were written while they"
+            blocks = grouped(changed)
+            what = f"blocks {named(blocks)} of file {self._path!r} were written while they"
             message = f"{what} were read; read them again"
-            raise _error(InvalidBlocksError, self._path, message, blocks)
+            raise storage_error(InvalidBlocksError, self._path, message, blocks)
 
-    def begin_write(self, blocks: Blocks) -> None:
-        """Make the records of blocks invalid, so that even a loss of power leaves them so."""
+    def begin_write(self, transfer: FileTransfer) -> None:
+        """Make the records of its blocks invalid, so that even a loss of power leaves them so."""
         was_used = False
-        for group, block in _each(blocks):
+        for group, block in transfer.each_block():
             record = self._record(group, block)
-            generation = _RECORD.unpack(record)[0] if len(record) == _RECORD.size else 0
+            generation = RECORD.unpack(record)[0] if len(record) == RECORD.size else 0
             was_used |= generation != 0
             self._write_record(group, block, (generation | 1) % 2**64, bytes(16))
         if was_used:
             self._flush()
 
-    def end_write(self, blocks: Blocks) -> None:
-        """Make blocks valid whose bytes are all written."""
+    def end_write(self, transfer: FileTransfer) -> None:
+        """Make its blocks valid, whose bytes are all written."""
         self._flush()
-        for group, block in _each(blocks):
-            generation = _RECORD.unpack(self._record(group, block))[0]
+        for group, block in transfer.each_block():
+            generation = RECORD.unpack(self._record(group, block))[0]
             self._write_record(group, block, (generation + 1) % 2**64, self._digest(group, block))
 
+    def settle(self) -> None:
+        """Drop what the last transfer needed, which is quiet."""
+
     def _write_record(self, group: str, block: int, generation: int, digest: bytes) -> None:
-        with _system(self._path, "writing its records"):
+        with system_errors(self._path, "writing its records"):
             os.pwrite(
                 self._fd, self._seal(group, block, generation, digest), self._at(group, block)
             )
 
     def _flush(self) -> None:
-        with _system(self._path, "flushing it"):
+        with system_errors(self._path, "flushing it"):
             os.fdatasync(self._fd)
 
 
-def _each(blocks: Blocks) -> Iterator[tuple[str, int]]:
-    return ((group, block) for group, ids in blocks.items() for block in ids)
-
-
-def _grouped(each: Sequence[tuple[str, int]]) -> Blocks:
+def grouped(each: Sequence[tuple[str, int]]) -> Blocks:
     found: Blocks = {}
     for group, block in each:
         found.setdefault(group, []).append(block)
     return found
 
 
-def _named(blocks: Blocks) -> str:
+def named(blocks: Blocks) -> str:
     def some(ids: list[int]) -> str:
         return ", ".join(map(str, ids[:_SHOWN])) + (", …" if len(ids) > _SHOWN else "")
 
@@ -600,7 +620,7 @@ class FileTransfer(Transfer):
         try:
             self._file.check_descriptor()
             if self._op is Operation.READ:
-                records = self._file.begin_read(self._blocks)
+                records = self._file.begin_read(self)
                 try:
                     self._move()
                 except StorageError:
@@ -608,22 +628,29 @@ class FileTransfer(Transfer):
                     raise
                 self._file.end_read(records)
             else:
-                self._check_running()
-                self._file.begin_write(self._blocks)
+                self.check_running()
+                self._file.begin_write(self)
                 self._move()
-                self._file.end_write(self._blocks)
+                self._file.end_write(self)
             self._finish(None)
         except TransferError as error:
             self._finish(error)
         except Exception as error:
             self._finish(self._failure(f"{self!r} failed: {error}", error))
         finally:
+            while self._inner is not None and not self._inner.wait_quiet(1.0):
+                pass
+            self._file.settle()
             self._settled.set()
+
+    def each_block(self) -> Iterator[tuple[str, int]]:
+        """Return the blocks that it reads or writes."""
+        return ((group, block) for group, ids in self._blocks.items() for block in ids)
 
     def _move(self) -> None:
         """Move the bytes, and wait for that."""
         with self._lock:
-            self._check_running()
+            self.check_running()
             self._inner = self._start(max(self._remaining(), 1e-9))
         try:
             self._result = self._inner.wait()
@@ -631,17 +658,17 @@ class FileTransfer(Transfer):
             raise
         except TransferError as error:
             raise self._failure(str(error), error.__cause__) from error
-        self._check_running()
+        self.check_running()
 
     def _failure(self, message: str, cause: BaseException | None) -> StorageError:
-        error = _error(StorageError, self._file.path, message, self._blocks)
+        error = storage_error(StorageError, self._file.path, message, self._blocks)
         error.__cause__ = cause
         return error
 
     def _remaining(self) -> float:
         return self._submitted + self._timeout - time.monotonic()
 
-    def _check_running(self) -> None:
+    def check_running(self) -> None:
         """Raise if the transfer has ended, or has to."""
         if self._ended.done():
             raise self._error or TransferCancelled("the transfer was cancelled")
@@ -732,11 +759,7 @@ class FileTransfer(Transfer):
 
     def wait_quiet(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds until `is_quiet`; return whether it is."""
-        until = time.monotonic() + timeout
-        if not self._settled.wait(timeout):
-            return False
-        inner = self._inner
-        return inner is None or inner.wait_quiet(max(until - time.monotonic(), 0.0))
+        return self._settled.wait(timeout)
 
     def cancel(self) -> None:
         """End the transfer as cancelled unless it has ended. Does not block."""

@@ -1,4 +1,4 @@
-"""Files of KV blocks through NIXL's POSIX backend: every byte, killed writers, what disks do."""
+"""Files of KV blocks: every byte, killed writers, what disks and stores of objects do."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from object_store import ObjectStore
 
 from pynixlkv import KVCache, TransferPlan
 from pynixlkv.errors import (
@@ -58,9 +59,36 @@ class Rank:
         return ordered.reshape(LAYERS, 2, len(self.heads), -1, DIM)
 
 
+@pytest.fixture(scope="module")
+def all_stores():
+    store = ObjectStore()
+    yield store
+    store.close()
+
+
 @pytest.fixture
-def agent():
-    with NixlAgent("a", backend="POSIX") as made:
+def store(all_stores):
+    yield all_stores
+    all_stores.answer, all_stores.is_gone = None, False
+    all_stores.goes_on.set()
+
+
+@pytest.fixture
+def options(request):
+    """How agents are made; of objects in the tests that say `both`."""
+    if getattr(request, "param", "POSIX") == "POSIX":
+        return {"backend": "POSIX"}
+    store = request.getfixturevalue("store")
+    return {"backend": "OBJ", "storage_params": store.params()}
+
+
+both = pytest.mark.parametrize("options", ["POSIX", "OBJ"], indirect=True)
+of_objects = pytest.mark.parametrize("options", ["OBJ"], indirect=True)
+
+
+@pytest.fixture
+def agent(options):
+    with NixlAgent("a", **options) as made:
         yield made
 
 
@@ -80,6 +108,10 @@ def written(agent, path):
     return rank, file, plan
 
 
+def plan_to(rank, file):
+    return TransferPlan(rank.cache.geometry, file.geometry)
+
+
 # ---- bytes
 
 
@@ -91,9 +123,10 @@ def written(agent, path):
     ],
     ids=["like the writer", "a layout of its own"],
 )
-def test_written_by_tp4_and_read_by_tp2(tmp_path, axes, tokens, in_file):
+@both
+def test_written_by_tp4_and_read_by_tp2(options, tmp_path, axes, tokens, in_file):
     num_tokens = 256
-    with NixlAgent("w", backend="POSIX") as agent:
+    with NixlAgent("w", **options) as agent:
         writers = [Rank(axes[0], tokens[0], 40, (rank, 4)) for rank in range(4)]
         for number, writer in enumerate(writers):
             agent.register(writer.cache)
@@ -105,7 +138,7 @@ def test_written_by_tp4_and_read_by_tp2(tmp_path, axes, tokens, in_file):
                 result = agent.write(file, plan, here, there).wait(WAIT_S)
                 assert result.bytes == LAYERS * 2 * len(writer.heads) * num_tokens * DIM * 2
                 assert file.valid_blocks() == sorted(there)
-    with NixlAgent("r", backend="POSIX") as agent:
+    with NixlAgent("r", **options) as agent:
         for rank in range(2):
             reader = Rank(axes[1], tokens[1], 40, (rank, 2), seed=1)
             agent.register(reader.cache)
@@ -122,6 +155,7 @@ def test_written_by_tp4_and_read_by_tp2(tmp_path, axes, tokens, in_file):
             assert np.array_equal(reader.values(others), before)
 
 
+@both
 def test_groups_that_share_a_table_move_together(agent, path):
     def make(seed):
         data = random_bytes(6 * 2 * 16 * 64, seed).reshape(2, 6, 16, 2, 32)
@@ -152,10 +186,15 @@ def test_groups_that_share_a_table_move_together(agent, path):
     assert np.array_equal(theirs[2][0], ours[2][8])
 
 
-def test_a_peer_and_a_file_at_once(path):
+def beside_ucx(options):
+    return NixlAgent("a", storage=options["backend"], storage_params=options.get("storage_params"))
+
+
+@both
+def test_a_peer_and_a_file_at_once(options, path):
     """Two geometries: blocks come from a peer over UCX while others go to a file."""
     near, there = Rank("KBHND", 16, 64), Rank("BNKHD", 32, 32, seed=5)
-    with NixlAgent("b") as other, NixlAgent("a", storage="POSIX") as agent:
+    with NixlAgent("b") as other, beside_ucx(options) as agent:
         other.register(there.cache)
         agent.register(near.cache)
         peer = agent.connect(other.hello(there.cache))
@@ -181,11 +220,14 @@ def test_a_peer_and_a_file_at_once(path):
         assert np.array_equal(near.values(range(32, 64)), stored)
 
 
-def test_a_reader_beside_the_writer_gets_whole_blocks_or_none(written, path):
+@both
+def test_a_reader_beside_the_writer_gets_whole_blocks_or_none(options, written, path):
     rank, file, plan = written
     rounds = 40
     reader = Rank("BNKHD", 16, 8, seed=3)
-    with NixlAgent("r", backend="POSIX") as other:
+    # moto drops an object that is replaced, in the middle of an answer that has it.
+    refused = StorageError if options["backend"] == "OBJ" else InvalidBlocksError
+    with NixlAgent("r", **options) as other:
         other.register(reader.cache)
         theirs = other.open_file(path)
         read = TransferPlan(reader.cache.geometry, theirs.geometry)
@@ -198,7 +240,7 @@ def test_a_reader_beside_the_writer_gets_whole_blocks_or_none(written, path):
             writing = pool.submit(rewrite)
             good = 0
             while not writing.done():
-                with contextlib.suppress(InvalidBlocksError):
+                with contextlib.suppress(refused):
                     other.read(theirs, read, [0], [3]).wait(WAIT_S)
                     good += any(
                         np.array_equal(reader.values([0]), rank.values([i])) for i in range(8)
@@ -218,7 +260,7 @@ def contents(block, seed):
     return data.reshape(LAYERS, 2, HEADS, 16, DIM)
 
 
-def write_until_killed(channel, path, stage):
+def write_until_killed(channel, options, path, stage):
     rank = Rank("KBHND", 16, 8)
     if stage:
         original = getattr(BlockFile, stage)
@@ -231,7 +273,7 @@ def write_until_killed(channel, path, stage):
             return original(self, *args)
 
         setattr(BlockFile, stage, die)
-    with NixlAgent("w", backend="POSIX") as agent:
+    with NixlAgent("w", **options) as agent:
         agent.register(rank.cache)
         file = agent.open_file(path, writable=True)
         plan = TransferPlan(rank.cache.geometry, file.geometry)
@@ -244,14 +286,22 @@ def write_until_killed(channel, path, stage):
             channel.send((seed, blocks))
 
 
-@pytest.mark.parametrize("stage", [None, "begin_write", "end_write", "_digest", "_write_record"])
-def test_a_killed_writer_leaves_blocks_that_are_refused_or_right(agent, path, start_peer, stage):
+@pytest.mark.parametrize(
+    ("options", "stage"),
+    [("POSIX", stage) for stage in (None, "begin_write", "end_write", "_digest", "_write_record")]
+    + [("OBJ", stage) for stage in (None, "end_write", "_digest")],
+    indirect=["options"],
+)
+def test_a_killed_writer_leaves_blocks_that_are_refused_or_right(
+    options, agent, path, start_peer, stage
+):
+    are_objects = options["backend"] == "OBJ"
     rank = Rank("KBHND", 16, 8)
     agent.register(rank.cache)
     agent.create_file(path, rank.cache, 8).close()
-    moments = np.random.default_rng(7).uniform(0, 0.05, 1 if stage else 4)
+    moments = np.random.default_rng(7).uniform(0, 0.2 if are_objects else 0.05, 1 if stage else 4)
     for moment in moments:
-        writer = start_peer(write_until_killed, str(path), stage)
+        writer = start_peer(write_until_killed, options, str(path), stage)
         done = [writer.receive(WAIT_S)]
         if stage:
             writer.process.wait(WAIT_S)
@@ -273,9 +323,9 @@ def test_a_killed_writer_leaves_blocks_that_are_refused_or_right(agent, path, st
                 assert seed >= newest[block]
                 assert np.array_equal(values, contents(block, seed))
             assert refused == [(block, [block]) for block in range(8) if block not in valid]
-            # Only what was being written when the writer died is lost.
-            assert len(valid) >= (0 if stage else 6)
-            assert len(valid) == {
+            # Only what was being written when the writer died is lost; objects never are.
+            assert len(valid) >= (8 if are_objects else 0 if stage else 6)
+            assert are_objects or len(valid) == {
                 "begin_write": 8,
                 "end_write": 0,
                 "_digest": 5,
@@ -331,8 +381,8 @@ def test_a_file_that_says_something_impossible_is_refused(agent, path):
         rank.cache.geometry: "none of a file",
         files._lay_out(rank.cache.geometry, [1 << 40], 0): "its blocks take",
     }.items():
-        sealed = files.wire.seal(files._Header("little", geometry), "file")
-        path.write_bytes(files._PREFIX.pack(b"PNKVFILE", len(sealed)) + sealed + bytes(1 << 20))
+        sealed = files.wire.seal(files._Header("little", geometry, bytes(16)), "file")
+        path.write_bytes(files.PREFIX.pack(b"PNKVFILE", len(sealed)) + sealed + bytes(1 << 20))
         with pytest.raises(StorageError, match=words):
             agent.open_file(path)
 
@@ -448,6 +498,7 @@ def test_full_disks_and_read_only_mounts(agent, tmp_path, start_peer):
     assert (none, one) == ([], [1])
 
 
+@both
 def test_what_a_write_must_not_do(agent, written):
     rank, file, plan = written
     for blocks, options in (([0], {"num_tokens": 5}), ([0, 1], {"num_tokens": 20})):
@@ -537,10 +588,7 @@ def test_a_hung_disk_ends_the_transfer_and_not_the_others(agent, written, tmp_pa
         assert again.valid_blocks() == [0, 1, 2, 3, 4, 7]
 
 
-def plan_to(rank, file):
-    return TransferPlan(rank.cache.geometry, file.geometry)
-
-
+@both
 def test_a_deadline_that_has_passed_moves_nothing(agent, written):
     rank, file, plan = written
     transfer = agent.write(file, plan, [1, 2], [5, 6], timeout=1e-6)
@@ -551,6 +599,7 @@ def test_a_deadline_that_has_passed_moves_nothing(agent, written):
     assert np.array_equal(rank.values([0, 1]), rank.values([5, 6]))
 
 
+@both
 def test_memory_stays_registered_while_its_blocks_move(agent, path):
     rank = Rank("KBHND", 16, 2048)
     registration = agent.register(rank.cache)
@@ -567,6 +616,7 @@ def test_memory_stays_registered_while_its_blocks_move(agent, path):
             registration.close()
 
 
+@both
 def test_a_dropped_file_warns_and_is_closed(agent, path):
     file = agent.create_file(path, Rank("KBHND", 16, 2).cache, 2)
     assert "writer" in repr(file)
@@ -575,3 +625,128 @@ def test_a_dropped_file_warns_and_is_closed(agent, path):
     with pytest.warns(ResourceWarning, match="without close"):
         held.clear()
     agent.open_file(path, writable=True).close()
+
+
+# ---- objects
+
+
+@of_objects
+def test_objects_that_are_no_file(agent, store, path):
+    cache = Rank("KBHND", 16, 2).cache
+    with pytest.raises(StorageError, match=r"no file .* or no such bucket; create it") as caught:
+        agent.open_file(path)
+    assert caught.value.path == str(path)
+    agent.create_file(path, cache, 4).close()
+    with pytest.raises(StorageError, match="exists; open it"):
+        agent.create_file(path, cache, 4)
+    good = store.call("GET", path / "header")
+    places = range(0, len(good), len(good) // 20)
+    damaged = [good[:at] + bytes([good[at] ^ 16]) + good[at + 1 :] for at in places]
+    for content, words in (
+        (b"", "reading the header"),
+        (b"\x7fELF" + bytes(9000), "begins with b'.x7fELF"),
+        (good[:5], "begins with b'PNKVF"),
+        *((each, "no file of KV blocks") for each in (good[:100], good[:-1], *damaged)),
+    ):
+        store.call("PUT", path / "header", content)
+        with pytest.raises(StorageError, match=words):
+            agent.open_file(path)
+    store.call("PUT", path / "header", good)
+    agent.open_file(path).close()
+
+
+@of_objects
+def test_stores_that_refuse(agent, store, path):
+    cache = Rank("KBHND", 16, 2).cache
+    with NixlAgent("b", backend="OBJ", storage_params=store.params(bucket="none-such")) as other:
+        with pytest.raises(StorageError, match=r"putting the header .* failed.*bucket"):
+            other.create_file(path, cache, 4)
+        with pytest.raises(StorageError, match="no such bucket"):
+            other.open_file(path)
+    agent.create_file(path, cache, 4).close()
+    store.check_credentials(True)
+    try:
+        with pytest.raises(StorageError, match=r"failed: .*access_key"):
+            agent.open_file(path)
+    finally:
+        store.check_credentials(False)
+    with pytest.raises(NixlError, match="OBJ with") as caught:
+        NixlAgent("b", storage="OBJ", storage_params={"scheme": "gopher", "secret_key": "hush"})
+    assert "hush" not in str(caught.value)
+
+
+@of_objects
+def test_objects_that_are_damaged_missing_or_of_another_file(agent, written, store, path):
+    rank, file, plan = written
+    values = rank.values([0]).copy()
+    first, second = (store.call("GET", path / name) for name in "01")
+    agent.create_file(path.with_name("other"), rank.cache, 16).close()
+    moved = store.call("GET", path.with_name("other") / "header")
+    store.call("PUT", path / "0", bytes([first[0] ^ 1]) + first[1:])
+    with pytest.raises(KVCorruptError, match="blocks 0 of file"):
+        agent.read(file, plan, [0], [0]).wait(WAIT_S)
+    for content in (first[:-1], first[:20], second, bytes(len(first)), None):
+        store.call("PUT" if content else "DELETE", path / "0", content)
+        with pytest.raises(InvalidBlocksError, match="no valid blocks 0, 12:") as caught:
+            agent.read(file, plan, [0, 1, 2], [0, 12, 1]).wait(WAIT_S)
+        assert caught.value.blocks == {"kv": [0, 12]}
+        assert file.valid_blocks() == list(range(1, 8))
+    store.call("PUT", path / "0", b"")
+    with pytest.raises(StorageError, match="getting blocks 0 of file"):
+        agent.read(file, plan, [0], [0]).wait(WAIT_S)
+    store.call("PUT", path / "0", first)
+    agent.read(file, plan, [5], [0]).wait(WAIT_S)
+    assert np.array_equal(rank.values([5]), values)
+    # The objects of a file that was here before are none of this one.
+    store.call("PUT", path / "header", moved)
+    with agent.open_file(path) as file:
+        assert file.valid_blocks() == []
+
+
+@of_objects
+@pytest.mark.parametrize("status", ["403 Forbidden", "507 Insufficient Storage"])
+def test_what_is_not_put_leaves_the_old_blocks(agent, written, store, status):
+    rank, file, plan = written
+    before = rank.values([1, 2]).copy()
+    store.answer = f"HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
+    with pytest.raises(StorageError, match=r"putting blocks 1, 2, 9 of file .* failed") as caught:
+        agent.write(file, plan, [3, 4, 5], [1, 2, 9]).wait(WAIT_S)
+    assert caught.value.blocks == {"kv": [1, 2, 9]}
+    store.answer = None
+    assert file.valid_blocks() == list(range(8))
+    agent.read(file, plan, [6, 7], [1, 2]).wait(WAIT_S)
+    assert np.array_equal(rank.values([6, 7]), before)
+
+
+@of_objects
+@pytest.mark.parametrize("op", ["read", "write"])
+@pytest.mark.parametrize("end", ["deadline", "cancel", "hangs up"])
+def test_a_hung_store_ends_the_transfer_and_not_the_others(agent, written, store, path, op, end):
+    rank, file, plan = written
+    with agent.create_file(path.with_name("other"), rank.cache, 2) as other:
+        if end == "hangs up":
+            store.is_gone = True
+        else:
+            store.goes_on.clear()
+        start = getattr(agent, op)
+        transfer = start(file, plan, [1, 2], [5, 6], timeout=WAIT_S if end == "cancel" else 0.3)
+        behind = agent.write(file, plan, [3], [7], timeout=0.3)
+        if end == "cancel":
+            with pytest.raises(TransferTimeout, match="goes on"):
+                transfer.wait(0.1)
+            transfer.cancel()
+        with pytest.raises(TransferCancelled if end == "cancel" else TransferTimeout):
+            transfer.wait()
+        with pytest.raises(TransferTimeout):
+            agent.write(other, plan_to(rank, other), [0], [0], timeout=0.2).wait()
+        with pytest.raises(TransferTimeout):
+            behind.wait()
+        if end != "hangs up":  # which NIXL takes for an answer after some tries
+            assert not transfer.is_quiet
+            assert not file.close(0.05)
+        store.is_gone = False
+        store.goes_on.set()
+        assert transfer.wait_quiet(WAIT_S)
+        assert file.close(WAIT_S)
+    with agent.open_file(path) as file:
+        agent.read(file, plan, range(8), range(8)).wait(WAIT_S)
