@@ -8,7 +8,7 @@ import threading
 import msgspec
 import numpy as np
 import pytest
-from toy_engine import Model, ToyRequest
+from toy_engine import POISON, Model, ToyRequest
 from toy_pair import (
     BEATS_5,
     BEATS_10,
@@ -715,6 +715,21 @@ def test_a_layer_is_written_when_the_device_has_finished_it(pushing):
     world.until(lambda: decode.ranks[0].holds(7, decode.requests["d1"].blocks, range(8)))
     complete(world, prefill, decode)
     assert prefill.stats.transfers == 4  # two chunks of two layers
+
+
+@pytest.mark.parametrize(("state_heads", "writes"), [(4, 1), (None, 2 * 2 + 1)])
+def test_state_is_written_at_the_end_of_the_prompt_and_not_before(state_heads, writes):
+    """Attention of the same heads waits with it; of others, two layers go in two chunks."""
+    with pair("push", model=Model(state_heads=state_heads)) as (world, prefill, decode):
+        start_early(world, prefill, decode, num_tokens=12)
+        prefill.begin("p1", 7, 12)
+        for until in (8, 12):
+            prefill.compute("p1", until)
+            world.quiet()
+            assert (decode.ranks[0].states == POISON).all()
+        assert prefill.hand_over("p1")
+        arrives(world, decode)
+        assert prefill.stats.transfers == writes
 
 
 def test_layers_whose_blocks_are_taken_away_are_not_written(pushing):
