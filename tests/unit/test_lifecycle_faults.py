@@ -168,6 +168,21 @@ def test_an_invented_lease_is_never_a_success():
         assert world.end_of("D", "d2") == [EndState.FAILED]  # it was never granted
 
 
+def test_nothing_is_read_for_longer_than_its_request_may_take():
+    with pair(transfer_timeout=30) as (world, prefill, decode):
+        timeouts = []
+
+        def read(*args, timeout, **options):
+            timeouts.append(timeout)
+            return agent_read(*args, timeout=timeout, **options)
+
+        agent = decode.ranks[0].agent
+        agent_read, agent.read = agent.read, read
+        start(world, decode, prefill.prefill("p1", 7, 13))
+        arrives(world, decode)
+        assert set(timeouts) == {30}  # of its lease and of its blocks
+
+
 def test_log_records_name_the_request_and_the_peer(caplog):
     with pair(lease_duration=0.2) as (world, prefill, decode):
         params = prefill.prefill("p1", 7, 13)
