@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Those that find most come first.
 CONNECTOR = [
     "connector_checks", "readers", "pauses", "tp_faults", "content", "lifecycle_*", "self_test",
-    "turns", "connector_st*", "connector_shapes", "connector_checksums", "connector_model",
+    "turns", "connector_st*", "connector_shapes", "connector_checksums", "connector_model", "spans",
 ]  # fmt: skip
 TESTS = {
     "geometry.py": ["geometry", "plan*", "topology", "connector_staging"],

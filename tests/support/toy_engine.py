@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pynixlkv.agent import Agent
+    from pynixlkv.connector.metadata import BlockLists
     from pynixlkv.connector.receiver import RequestEnd
     from pynixlkv.connector.remote_engines import Fetch
     from pynixlkv.connector.spans import HandOffSpan
@@ -67,6 +68,9 @@ class Model:
 
     layers: int = 2
     kv_heads: int | None = 4
+    state_heads: int | None = 0
+    """Shards of the state that each layer has beside its KV: None if every rank has all of it, 0 if
+    there is none."""
     dim: int = 8
     packing: str = ""
     """Name of a packing that makes pages opaque."""
@@ -84,6 +88,13 @@ class Model:
         mixed = (mixed * 17 + dim) * np.uint64(0x9E3779B97F4A7C15)
         values: npt.NDArray[np.uint16] = (mixed >> np.uint64(48)).astype(np.uint16)
         return values
+
+    def state(
+        self, prompt: int, layers: range, shards: range, num_tokens: int
+    ) -> npt.NDArray[np.uint16]:
+        """Return the state after a prompt's first tokens, shape (layers, shards, dim)."""
+        after = range(num_tokens, num_tokens + 1)
+        return self.kv(prompt + 2**20, layers, shards, after)[:, 0, :, 0]
 
 
 class ToyRank:
@@ -105,6 +116,12 @@ class ToyRank:
         self.axes, self.block_size = axes.replace("L", ""), block_size
         self.layers = held_layers(rank[0], parallel.pp, model.layers)
         self.heads = held_heads(rank[1], parallel.tp, model.kv_heads)
+        has_state = model.state_heads != 0
+        self.shards = held_heads(rank[1], parallel.tp, model.state_heads) if has_state else range(0)
+        # Slots are counted from the end, unlike blocks.
+        self.states = np.full(
+            (len(self.layers), num_blocks, len(self.shards), model.dim), POISON, np.uint16
+        )
         sizes = {"K": 2, "B": num_blocks, "H": len(self.heads), "N": block_size, "D": model.dim}
         sizes["L"] = len(self.layers)
         dims = [sizes[letter] for letter in axes]
@@ -137,6 +154,12 @@ class ToyRank:
                 for at in range(0, len(self.layers), step)
             )
         )
+        if has_state:
+            state = KVCache.from_tensors(
+                self.on_device({"states": self.states}), axes="LBHD", kv_heads=model.state_heads,
+                tp=(rank[1], parallel.tp), layers=list(self.layers), group="state",
+            )  # fmt: skip
+            self.cache = KVCache.combine(self.cache, state)
         self.metadata = worker.register_kv_caches(self.cache)
 
     def on_device(self, tensors: dict[str, npt.NDArray[np.uint16]]) -> dict[str, Any]:
@@ -170,6 +193,10 @@ class ToyRank:
             view[where, :, :, np.array(tokens, np.int64) % self.block_size] = values.transpose(
                 2, 0, 1, 3
             )
+            if tokens:
+                self.states[self.layers.index(layer), -1 - blocks[0]] = self.model.state(
+                    prompt, range(layer, layer + 1), self.shards, tokens.stop
+                )[0]
 
     def read(self, blocks: Sequence[int], tokens: range) -> npt.NDArray[np.uint16]:
         """Return the KV of some tokens, as `Model.kv` does."""
@@ -182,14 +209,18 @@ class ToyRank:
         return values
 
     def holds(self, prompt: int, blocks: Sequence[int], tokens: range) -> bool:
-        """Whether the KV of the prompt's tokens is in the blocks."""
-        expected = self.model.kv(prompt, self.layers, self.heads, tokens)
-        return np.array_equal(self.read(blocks, tokens), expected)
+        """Whether the KV of the prompt's tokens is in the blocks, and its state after them."""
+        kv = self.model.kv(prompt, self.layers, self.heads, tokens)
+        state = self.model.state(prompt, self.layers, self.shards, tokens.stop)
+        return np.array_equal(self.read(blocks, tokens), kv) and np.array_equal(
+            self.states[:, -1 - blocks[0]], state
+        )
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Let other requests overwrite blocks."""
         for tensor in self.tensors.values():
             self._by_block(tensor)[list(blocks)] = POISON
+        self.states[:, [-1 - block for block in blocks]] = POISON
 
 
 @dataclass
@@ -241,8 +272,9 @@ class ToyEngine:
         self.parallel = ParallelSizes(pp=pp, tp=tp)
         config = config or ConnectorConfig()
         self.config = config
+        groups = [GroupSpec(block_size), *([GroupSpec(0)] if model.state_heads != 0 else [])]
         self.scheduler = ConnectorScheduler(
-            engine_id, [GroupSpec(block_size)], parallel=self.parallel, config=config
+            engine_id, groups, parallel=self.parallel, config=config
         )
         self.spans: list[HandOffSpan] = []
         self.ranks = []
@@ -272,7 +304,7 @@ class ToyEngine:
         self.event: DeviceEvent | None = None
         self.layer_events: dict[int, DeviceEvent] = {}
         self._running: list[tuple[ToyRequest, range]] = []
-        self.free = list(range(num_blocks))
+        self.num_blocks, self.free = num_blocks, list(range(num_blocks))
         self.requests: dict[str, ToyRequest] = {}
         self._reports: dict[str, list[object]] = {}
 
@@ -302,6 +334,11 @@ class ToyEngine:
         taken, self.free = self.free[:count], self.free[count:]
         return taken
 
+    def _tables(self, blocks: Sequence[int]) -> BlockLists:
+        """Return the block tables of a request: its blocks, and the slot of its state."""
+        slots = tuple(self.num_blocks - 1 - block for block in blocks[:1])
+        return (tuple(blocks),) if self.model.state_heads == 0 else (tuple(blocks), slots)
+
     # ---- producer
 
     def prefill(
@@ -318,7 +355,7 @@ class ToyEngine:
         for rank in self.ranks:
             rank.write(prompt, blocks, range(num_tokens))
         self.requests[request_id] = ToyRequest(info, prompt, blocks, num_tokens)
-        keeps, answer = self.scheduler.request_finished(info, (tuple(blocks),), num_tokens)
+        keeps, answer = self.scheduler.request_finished(info, self._tables(blocks), num_tokens)
         if not keeps:
             self._drop(request_id)
         return answer
@@ -335,7 +372,7 @@ class ToyEngine:
         request.blocks += self.allocate(until, len(request.blocks))
         self._running.append((request, range(request.num_computed, until)))
         request.num_computed = until
-        self.scheduler.save(request.info, (tuple(request.blocks),), until)
+        self.scheduler.save(request.info, self._tables(request.blocks), until)
 
     def preempt(self, request_id: str) -> list[int]:
         """Take the blocks of a prompt away, to be computed again from the start."""
@@ -350,8 +387,9 @@ class ToyEngine:
         """End a prompt that was computed in chunks."""
         request = self.requests[request_id]
         keeps, answer = self.scheduler.request_finished(
-            request.info, (tuple(request.blocks),), request.num_computed, is_complete=is_complete
-        )
+            request.info, self._tables(request.blocks), request.num_computed,
+            is_complete=is_complete,
+        )  # fmt: skip
         if not keeps:
             self._drop(request_id)
         return answer
@@ -374,7 +412,7 @@ class ToyEngine:
         for rank in self.ranks:
             rank.write(request.prompt, request.blocks, range(num_computed))
         self.scheduler.update_state_after_alloc(
-            request.info, (tuple(request.blocks),), num_computed, count
+            request.info, self._tables(request.blocks), num_computed, count
         )
         request.num_computed, request.until = num_computed, num_computed + count
         return count
@@ -392,7 +430,7 @@ class ToyEngine:
         """End a request of a consumer, whatever it is at."""
         request = self.requests[request_id]
         keeps, _ = self.scheduler.request_finished(
-            request.info, (tuple(request.blocks),), 0, is_complete=False
+            request.info, self._tables(request.blocks), 0, is_complete=False
         )
         if not keeps:
             self._drop(request_id)

@@ -12,6 +12,8 @@ MODELS = {
     "heads": Model(layers=4, kv_heads=4),
     "few heads": Model(layers=4, kv_heads=2),
     "latent": Model(layers=4, kv_heads=None),
+    "state": Model(layers=4, kv_heads=4, state_heads=4),
+    "state of all ranks": Model(layers=4, kv_heads=4, state_heads=None),
 }
 # Pipeline stages and tensor-parallel ranks of the producer, then of the consumer.
 SHAPES = [(2, 1, 1, 1), (1, 1, 2, 1), (2, 2, 1, 1), (4, 1, 2, 2), (1, 4, 2, 1), (2, 1, 4, 4)]

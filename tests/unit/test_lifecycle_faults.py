@@ -8,7 +8,7 @@ import threading
 import msgspec
 import numpy as np
 import pytest
-from toy_engine import Model, ToyRequest
+from toy_engine import POISON, Model, ToyRequest
 from toy_pair import (
     BEATS_5,
     BEATS_10,
@@ -166,6 +166,21 @@ def test_an_invented_lease_is_never_a_success():
         world.pass_time(31)
         assert world.end_of("D", "d1") == [EndState.EXPIRED]
         assert world.end_of("D", "d2") == [EndState.FAILED]  # it was never granted
+
+
+def test_nothing_is_read_for_longer_than_its_request_may_take():
+    with pair(transfer_timeout=30) as (world, prefill, decode):
+        timeouts = []
+
+        def read(*args, timeout, **options):
+            timeouts.append(timeout)
+            return agent_read(*args, timeout=timeout, **options)
+
+        agent = decode.ranks[0].agent
+        agent_read, agent.read = agent.read, read
+        start(world, decode, prefill.prefill("p1", 7, 13))
+        arrives(world, decode)
+        assert set(timeouts) == {30}  # of its lease and of its blocks
 
 
 def test_log_records_name_the_request_and_the_peer(caplog):
@@ -715,6 +730,21 @@ def test_a_layer_is_written_when_the_device_has_finished_it(pushing):
     world.until(lambda: decode.ranks[0].holds(7, decode.requests["d1"].blocks, range(8)))
     complete(world, prefill, decode)
     assert prefill.stats.transfers == 4  # two chunks of two layers
+
+
+@pytest.mark.parametrize(("state_heads", "writes"), [(4, 1), (None, 2 * 2 + 1)])
+def test_state_is_written_at_the_end_of_the_prompt_and_not_before(state_heads, writes):
+    """Attention of the same heads waits with it; of others, two layers go in two chunks."""
+    with pair("push", model=Model(state_heads=state_heads)) as (world, prefill, decode):
+        start_early(world, prefill, decode, num_tokens=12)
+        prefill.begin("p1", 7, 12)
+        for until in (8, 12):
+            prefill.compute("p1", until)
+            world.quiet()
+            assert (decode.ranks[0].states == POISON).all()
+        assert prefill.hand_over("p1")
+        arrives(world, decode)
+        assert prefill.stats.transfers == writes
 
 
 def test_layers_whose_blocks_are_taken_away_are_not_written(pushing):

@@ -147,6 +147,30 @@ def test_samples_of_a_prompt_share_the_lease_of_the_first(mode):
         assert prefill.prefill("4_p", 8, 13, sibling_group="p")["remote_request_id"] == "4_p"
 
 
+def test_samples_do_not_hold_again_at_a_rank_where_the_lease_is_over():
+    with pair(producer={"tp": 2}) as (world, prefill, _):
+
+        def read(rank, number):
+            reader = Reader("0_p", Lease.parse(params["lease"]), number)
+            end = messages.Release(ConsumerRank("X", (0, 0), ParallelSizes()), [reader])
+            for message in (messages.Heartbeat([reader]), end):
+                rank.worker._on_notification("X", messages.encode(message), world.clock.now)
+            world.quiet()
+
+        params = prefill.prefill("0_p", 7, 13, sibling_group="p")
+        world.quiet()
+        first, second = prefill.ranks
+        read(first, 0)
+        assert prefill.prefill("1_p", 7, 13, sibling_group="p")["num_readers"] == 2
+        world.quiet()
+        read(second, 0)
+        assert world.leases("P") == [0, 1]
+        assert not sent(world, "0_p")()
+        read(second, 1)
+        assert sent(world, "0_p")()
+        assert releases(world) == [{"released": 1}] * 2
+
+
 def test_a_sample_of_another_length_has_a_lease_of_its_own():
     with pair() as (world, prefill, decode):
         prefill.prefill("0_p", 7, 13, sibling_group="p")

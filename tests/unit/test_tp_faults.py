@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
-from pynixlkv.errors import PlanError
-from pynixlkv.geometry import KVCache
+from pynixlkv.connector.metadata import ParallelSizes
+from pynixlkv.connector.tp_mapping import TransferSlice, transfer_slices
+from pynixlkv.errors import IncompatibleLayoutError, PlanError
+from pynixlkv.geometry import Geometry, KVCache
 from pynixlkv.plan import TransferPlan
 from pynixlkv.topology import Source, expected_readers, read_sources
 
@@ -172,6 +176,27 @@ def test_a_prefix_hit_drops_blocks_at_the_front() -> None:
     assert np.count_nonzero(local) == 3 * 4
     coverage = plan.coverage([9, 3, 14], producer_blocks, local_start=5)
     assert coverage.remote == range(5, 8)
+
+
+@pytest.mark.parametrize("wrong", [((0, 2), "local"), ((3, 4), "local"), ((0, 2), "remote")])
+def test_a_cache_of_another_rank_is_refused(wrong: tuple[tuple[int, int], str]) -> None:
+    """Rank 1 of 2 on both sides; one names another rank, or a group of another size."""
+    place, side = wrong
+
+    def make(tp: tuple[int, int]) -> Geometry:
+        latent = cache(np.zeros((4, 8, 6)), "BND", None)  # of every rank
+        heads = cache(np.zeros((4, 4 // tp[1], 8, 6)), "BHNC", 4, tp, group="heads")
+        return KVCache.combine(latent, heads).geometry
+
+    def slices(**others: tuple[int, int]) -> list[TransferSlice]:
+        sides = [make(others.get(name, (1, 2))) for name in ("local", "remote")]
+        place = (0, 1), ParallelSizes(tp=2)
+        return transfer_slices(sides[0], *place, sides[1], *place)
+
+    assert [part.heads for part in slices()] == [None, (2, 3)]
+    message = rf"heads.tp of the {side} side is {re.escape(f'{place} here and (1, 2) there')}"
+    with pytest.raises(IncompatibleLayoutError, match=message):
+        slices(**{side: place})
 
 
 def test_targets_are_chosen_from_the_front() -> None:
