@@ -196,7 +196,7 @@ class NixlAgent(Agent):
             Whose layers, heads, tokens per block and order of axes the file shall have; only its
             pool has another size. Need not be the cache that is written.
         num_blocks : int or mapping of str to int
-            Blocks of each group, or by the group's name or table.
+            Blocks of each group, or by the group's name or table; at most 2**22 in all.
 
         Returns
         -------

@@ -70,6 +70,7 @@ PREFIX = struct.Struct("<8sQ")  # magic, bytes of the sealed header
 RECORD = struct.Struct("<Q16s8s")  # generation, digest of the block, digest of the record
 _PAGE = 4096
 _PIECE = 1 << 20
+_MAX_BLOCKS = 1 << 22  # valid_blocks looks at each, and a sparse file is as long as it says
 _SHOWN = 20  # block numbers in an error
 _INNER = ("layer", "kv", "head", "token", "dim")
 
@@ -133,6 +134,8 @@ def _counts(like: Geometry, num_blocks: int | Mapping[str, int]) -> list[int]:
             f"num_blocks is {num_blocks!r}; expected a number from 1 on, or one for each of the "
             f"groups {like.names}"
         )
+    if sum(counts) > _MAX_BLOCKS:
+        raise ConfigError(f"num_blocks is {num_blocks!r}; a file has at most {_MAX_BLOCKS} blocks")
     return counts
 
 
@@ -260,6 +263,8 @@ def _read_facts(fd: int, path: str, tail: int) -> _Facts:
         header = wire.unseal(sealed, _Header, "file")
         stored = header.geometry
         counts = [group.num_blocks for group in stored.groups]
+        if sum(counts) > _MAX_BLOCKS:
+            raise refuse(f"it has {sum(counts)} blocks, more than {_MAX_BLOCKS}")
         if stored.spans[0].nbytes > status.st_size:
             raise refuse(f"its blocks take {stored.spans[0].nbytes} bytes, it has {status.st_size}")
         if header.byte_order != sys.byteorder:

@@ -379,7 +379,8 @@ def test_a_file_that_says_something_impossible_is_refused(agent, path):
     rank = Rank("KBHND", 16, 2)
     for geometry, words in {
         rank.cache.geometry: "none of a file",
-        files._lay_out(rank.cache.geometry, [1 << 40], 0): "its blocks take",
+        files._lay_out(rank.cache.geometry, [1 << 22], 0): "its blocks take",
+        files._lay_out(rank.cache.geometry, [1 << 40], 0): "blocks, more than",
     }.items():
         sealed = files.wire.seal(files._Header("little", geometry, bytes(16)), "file")
         path.write_bytes(files.PREFIX.pack(b"PNKVFILE", len(sealed)) + sealed + bytes(1 << 20))
@@ -636,6 +637,8 @@ def test_objects_that_are_no_file(agent, store, path):
     with pytest.raises(StorageError, match=r"no file .* or no such bucket; create it") as caught:
         agent.open_file(path)
     assert caught.value.path == str(path)
+    with pytest.raises(ConfigError, match="at most 4194304 blocks"):
+        agent.create_file(path, cache, 1 << 40)
     agent.create_file(path, cache, 4).close()
     with pytest.raises(StorageError, match="exists; open it"):
         agent.create_file(path, cache, 4)
