@@ -166,7 +166,17 @@ Driver& driver() {
     return one;
 }
 
-thread_local std::vector<Context*> stack;
+/// Contexts of a thread. Without a destructor, for the same reason: a thread's objects go first.
+struct Stack {
+    std::array<Context*, 256> items;
+    std::size_t size;
+
+    [[nodiscard]] bool empty() const { return size == 0; }
+    [[nodiscard]] Context* back() const { return items.at(size - 1); }
+    void push_back(Context* context) { items.at(size++) = context; }
+    void pop_back() { --size; }
+};
+thread_local Stack stack{};
 
 using Lock = std::unique_lock<std::mutex>;
 
