@@ -412,7 +412,12 @@ def sglang_hicache(*_: object) -> Results:
             return [place.data_ptr() for place in places], [PAGE] * len(places)
 
     pool, stored, indices = Pool(), data(16 * PAGE, 4), torch.arange(8)
-    extra = {"plugin": {"posix": {"active": True}}, "use_direct_io": False}
+    # Its cleaner removes pages where the disk is four fifths full.
+    extra = {
+        "plugin": {"posix": {"active": True}},
+        "use_direct_io": False,
+        "l3_cleaner_enabled": False,
+    }
     config = HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, True, "m", extra_config=extra)
     storage = HiCacheNixl(config, "pages")
     storage.register_mem_pool_host(pool)

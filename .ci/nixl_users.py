@@ -125,8 +125,7 @@ def make_folder(*parts: str) -> Path:
 def drive(api: str, drivers: tuple[str, ...], tries: int = 3) -> dict[str, Any]:
     """Run drivers on an API; return their results by driver, side and name.
 
-    Those that fail are run again, because some fail now and then on NIXL itself: its storage has
-    given SGLang other bytes than were stored.
+    Those that fail are run again: on a busy machine a program may miss a deadline of its own.
     """
     sides = 1 if set(drivers) <= set(ALONE) else 2
     folder = make_folder(api, drivers[0])
