@@ -39,7 +39,7 @@ CI_STEPS := lint typing docs test ci-wheel test-vllm-ci test-vllm-releases nixl-
 # The first of them, each of which takes one core.
 SINGLE_CORE := lint typing docs
 
-ci:  ## everything that CI checks; about 35 minutes of two cores
+ci:  ## everything that CI checks; about 32 minutes of two cores
 	@$(MAKE) -j2 $(VLLM_VENV)/.vllm-deps ready
 	@$(MAKE) -j2 --output-sync=target $(SINGLE_CORE)
 	@set -e; for step in $(filter-out $(SINGLE_CORE),$(CI_STEPS)); do echo "--- make $$step"; \

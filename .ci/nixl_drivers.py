@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,10 +83,16 @@ def connect() -> Connection | None:
     return None
 
 
+def free_ports(count: int) -> list[int]:
+    """Return ports that are free."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [probe.getsockname()[1] for probe in probes]
+
+
 def free_port() -> int:
     """Return a port that is free."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 def lmcache_channel(peer: Connection, side: int) -> Results:

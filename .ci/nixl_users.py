@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tarfile
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from matrix import ROOT, fill, read_report, run, unpack
-from nixl_drivers import ALONE, DRIVERS
+from nixl_drivers import ALONE, DRIVERS, free_ports
 
 WORK = ROOT / "build" / "nixl-users"
 SITE = WORK / "site"
@@ -177,15 +176,6 @@ def compare_users() -> tuple[list[str], bool]:
     return [*lines, "", "Not run:", "", *(f"* {line}" for line in LEFT_OUT)], is_good
 
 
-def free_ports(count: int) -> list[int]:
-    """Return ports that are free."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
 def compare_checkout(checkout: Path, version: str) -> tuple[list[str], bool]:
     """Run NIXL's own files on both; return the table and whether what passes there passes here."""
     git = ("git", "-C", checkout)
@@ -219,9 +209,8 @@ def compare_checkout(checkout: Path, version: str) -> tuple[list[str], bool]:
     lines = [f"| test or program of {ref} | on NIXL | on `nixl_api` |", "| --- | --- | --- |"]
     lines += [f"| {name} | {' | '.join(each.values())} |" for name, each in ends.items()]
     good = [each["nixl_api"] == "passed" for each in ends.values() if each["NIXL"] == "passed"]
-    return [*lines, "", "Not run:", "", *(f"* {line}" for line in PROGRAMS_LEFT_OUT)], bool(
-        good
-    ) and all(good)
+    is_good = bool(good) and all(good)
+    return [*lines, "", "Not run:", "", *(f"* {line}" for line in PROGRAMS_LEFT_OUT)], is_good
 
 
 def main(*arguments: str) -> int:

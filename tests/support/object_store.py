@@ -1,4 +1,4 @@
-"""A store of objects in a process of its own, and what may come between it and its users."""
+"""An S3 server in a child process, and a relay in front of it that can refuse, hang or hang up."""
 
 from __future__ import annotations
 
