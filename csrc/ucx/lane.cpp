@@ -27,6 +27,8 @@ using transfer::Op;
 /// Most bytes of a system call, and most calls of a turn in each direction.
 constexpr std::uint64_t kCallBytes = 512U << 10U;
 constexpr int kMaxCalls = 4;
+/// Where many bytes are to come, the kernel wakes this end for so many at once.
+constexpr int kWakeBytes = 256 << 10;
 /// Bytes between two looks at what else is to be sent.
 constexpr std::uint64_t kChunkBytes = 4U << 20U;
 constexpr std::uint32_t kMaxRows = 1U << 16U;        ///< of a request
@@ -196,6 +198,13 @@ Lane::Moved Lane::receive(std::vector<iovec>& pieces, std::uint64_t& bytes) {
     return Moved::kSome;
 }
 
+void Lane::expect(std::uint64_t bytes) {
+    const int wake_bytes = bytes >= 4 * std::uint64_t{kWakeBytes} ? kWakeBytes : 1;
+    if (std::exchange(wake_bytes_, wake_bytes) != wake_bytes) {
+        set_option(fd_, SOL_SOCKET, SO_RCVLOWAT, wake_bytes);
+    }
+}
+
 bool Lane::receive_exactly(char* into, std::size_t size, std::size_t& done) {
     std::vector<iovec> rest{{into + done, size - done}};
     std::uint64_t bytes = 0;
@@ -290,6 +299,7 @@ bool OwnLane::receive_more() {
     if (in_done_ < sizeof in_) {
         return receive_exactly(reinterpret_cast<char*>(&in_), sizeof in_, in_done_) && begin_body();
     }
+    expect(in_.bytes);
     const auto found = xfers_.find(in_.xfer);
     LaneXfer* const xfer = found == xfers_.end() ? nullptr : found->second;
     bool is_moved = false;
@@ -528,6 +538,7 @@ bool ServedLane::receive_more() {
         return receive_exactly(reinterpret_cast<char*>(rows_.data()), row_bytes, rows_done_) &&
                take_request();
     }
+    expect(in_.bytes);
     std::vector<iovec> pieces;
     std::uint64_t bytes = 0;
     Moved moved = Moved::kNothing;

@@ -109,6 +109,8 @@ class Lane {
     /// Send what was said, then pieces.
     Moved send(std::vector<iovec>& pieces, std::uint64_t& bytes);
     Moved receive(std::vector<iovec>& pieces, std::uint64_t& bytes);
+    /// Called before bytes are received of which so many are to come.
+    void expect(std::uint64_t bytes);
     /// Receive exactly as many bytes as `into` has left.
     /// @return whether they are complete
     bool receive_exactly(char* into, std::size_t size, std::size_t& done);
@@ -120,6 +122,7 @@ class Lane {
   private:
     const int fd_;
     std::string head_;
+    int wake_bytes_ = 1;
     bool is_broken_ = false;
 };
 
