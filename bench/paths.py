@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -30,8 +31,13 @@ ROUNDS = 7
 AGENTS = (Peer.nixl_api, Series.nixl, Series.ucx)
 # The first of each is the limit.
 SERIES = {
-    "cma": (Series.memcpy, *AGENTS, Peer.two_threads, Series.ucx_allocated),
+    "cma": (Series.memcpy, *AGENTS, Peer.two_threads, Peer.served, Series.ucx_allocated),
     "tcp": (Peer.socket, *AGENTS),
+}
+ENVIRONMENTS = {
+    Peer.two_threads: {"PYNIXLKV_COPY_THREADS": "2"},
+    Peer.served: TRANSPORTS["tcp"].environment,
+    Series.ucx_allocated: TRANSPORTS["posix"].environment,
 }
 
 
@@ -42,14 +48,15 @@ class Pair:
         self.series = series
         # Ends of other series would have threads here.
         self.case = case = replace(case, series=(series,))
-        environment = TRANSPORTS[case.transport].environment
-        if series is Peer.two_threads:
-            environment = environment | {"PYNIXLKV_COPY_THREADS": "2"}
+        environment = ENVIRONMENTS.get(series, {})
+        environment = TRANSPORTS[case.transport].environment | environment
         start = lambda name: stack.enter_context(ChildProcess(name, env=environment))  # noqa: E731
         self._target, self._initiator = start("target"), start("initiator")
         for process in (self._target, self._initiator):
             process.call(PathWorker, keep=True)
         stack.callback(self.signal, signal.SIGCONT)
+        # CPUCLOCK of Linux's clock_getcpuclockid(3): the processor time of a process.
+        self._target_clock = (~self._target.process.pid << 3) | 2
         self._initiator.call("open", case, self._target.call("offer", case))
         self.signal(signal.SIGSTOP)
 
@@ -69,7 +76,7 @@ class Pair:
                     os.sched_setaffinity(int(thread), where)
 
     def run(self, *, compare):
-        """Return the seconds of one run."""
+        """Return the seconds of one run, and the processors that the target took meanwhile."""
         self.signal(signal.SIGCONT)
         self.spread()
         is_write = self.case.direction == "put"
@@ -77,26 +84,28 @@ class Pair:
         if has_target:
             self._target.call("serve", self.series, clear=compare and is_write)
         move = partial(self._initiator.call, "run", self.series)
-        move(compare=False)
+        before = time.clock_gettime(self._target_clock)
+        warm_up = move(compare=False)[0]
         seconds, wrong, error = move(compare=compare and not (is_write and has_target))
+        busy = (time.clock_gettime(self._target_clock) - before) / (warm_up + seconds)
         if has_target:
             wrong += self._target.call("rest", compare=compare and is_write)
         self.signal(signal.SIGSTOP)
         if wrong or error:
             raise SystemExit(f"{self.case.describe()}, {self.series.value}: {wrong} wrong {error}")
-        return seconds
+        return seconds, busy
 
 
 def measure(case, rounds):
-    """Return the seconds of each round of each series."""
+    """Return for each series the seconds of each round, and the processors of the target."""
     with contextlib.ExitStack() as stack:
         pairs = [Pair(stack, series, case) for series in case.series]
         times = {series.value: [] for series in case.series}
         for number in range(rounds + 2):  # the first and the last compare, and are not timed
             for pair in pairs if number % 2 else pairs[::-1]:
-                seconds = pair.run(compare=number in (0, rounds + 1))
+                result = pair.run(compare=number in (0, rounds + 1))
                 if 0 < number <= rounds:
-                    times[pair.series.value].append(seconds)
+                    times[pair.series.value].append(result)
     return times
 
 
@@ -123,16 +132,18 @@ def main(arguments=None):
     directions = options.direction or DIRECTIONS
     for case in make_cases(options.path or SERIES, directions, sizes, options.mib << 20):
         before = os.getloadavg()[0]
-        times = results[case.describe()] = measure(case, options.rounds)
+        measured = results[case.describe()] = measure(case, options.rounds)
+        times = {name: [seconds for seconds, _ in rounds] for name, rounds in measured.items()}
         limit, nixl = (times[s.value] for s in (case.series[0], Peer.nixl_api))
         print(f"{case.describe()}; load {before:.0f}")
         for name, seconds in times.items():
+            busy = median(busy for _, busy in measured[name])
             of_limit = median(a / b for a, b in zip(limit, seconds, strict=True))
             of_nixl = median(a / b for a, b in zip(nixl, seconds, strict=True))
             print(
                 f"  {name:24}{case.num_bytes / median(seconds) / 1e9:6.2f} GB/s, best "
                 f"{case.num_bytes / min(seconds) / 1e9:6.2f};{of_limit:6.2f} of the limit,"
-                f"{of_nixl:6.2f} of NIXL's API",
+                f"{of_nixl:6.2f} of NIXL's API; target's processors {busy:.2f}",
                 flush=True,
             )
     if options.json:

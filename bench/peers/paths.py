@@ -20,6 +20,7 @@ class Peer(str, Enum):
     socket = "one plain socket"
     nixl_api = "NIXL's Python API"
     two_threads = "UcxAgent, two threads"
+    served = "UcxAgent, served"
 
 
 def move_all(call, pieces):
