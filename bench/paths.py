@@ -18,6 +18,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
+from pathlib import Path
 from statistics import median
 
 from bench.peers.paths import PathWorker, Peer
@@ -37,7 +38,7 @@ SERIES = {
 ENVIRONMENTS = {
     Peer.two_threads: {"PYNIXLKV_COPY_THREADS": "2"},
     Peer.served: TRANSPORTS["tcp"].environment,
-    Series.ucx_allocated: TRANSPORTS["posix"].environment,
+    Series.ucx_allocated: TRANSPORTS["sysv"].environment,
 }
 
 
@@ -72,8 +73,8 @@ class Pair:
         every = os.sched_getaffinity(0)
         for child, processor in zip((self._target, self._initiator), cycle(every)):
             for where in ({processor}, every):
-                for thread in os.listdir(f"/proc/{child.process.pid}/task"):
-                    os.sched_setaffinity(int(thread), where)
+                for thread in Path(f"/proc/{child.process.pid}/task").iterdir():
+                    os.sched_setaffinity(int(thread.name), where)
 
     def run(self, *, compare):
         """Return the seconds of one run, and the processors that the target took meanwhile."""

@@ -19,6 +19,8 @@ namespace {
 constexpr std::uint64_t kStepBytes = 1U << 20U;
 /// Steps of each thread in a turn, if there are several: waking one costs some 50 us.
 constexpr std::size_t kStepsOfThread = 4;
+/// Steps of a turn of one thread: a turn costs some 10 us.
+constexpr std::size_t kStepsAlone = 2;
 
 }  // namespace
 
@@ -133,7 +135,7 @@ PeerMemory::Result CopyXfer::copy_step(const Step& step) const {
 
 void CopyXfer::advance() {
     const std::size_t first = next_step_;
-    const std::size_t most = threads_->count() > 1 ? threads_->count() * kStepsOfThread : 1;
+    const std::size_t most = threads_->count() > 1 ? threads_->count() * kStepsOfThread : kStepsAlone;
     next_step_ = std::min(first + most, steps_.size());
     std::atomic<PeerMemory::Result> result = PeerMemory::Result::kMoved;
     threads_->run(next_step_ - first, [&](std::size_t number) {
