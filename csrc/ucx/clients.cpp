@@ -13,7 +13,7 @@ namespace {
 /// Number of closed clients to remember, and of clients that may be unopened.
 constexpr std::size_t kMaxGone = 1024;
 constexpr std::size_t kMaxClients = 1U << 14U;
-constexpr std::size_t kMaxLanes = 16;  ///< of a client, one for each way
+constexpr std::size_t kMaxLanes = 20;  ///< of a client: one for each way, and some beside
 
 }  // namespace
 

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -97,9 +98,13 @@ class UcxConnection final : public transfer::Connection {
     std::optional<PeerMemory> memory;
     std::string worker_id;  ///< of the peer
     bool is_local = false;  ///< whether the peer's process is one of this host
-    /// Attempts, one for each way to the peer; only the first to succeed is kept.
+    /// Attempts, one for each way to the peer. The first to succeed decides the way; further lanes
+    /// take it, because a network may limit what one connection of it carries.
     std::vector<std::shared_ptr<OwnLane>> lanes;
-    /// The one that has succeeded; null while none has.
+    /// Begins a lane beside another; may return null. Not set within one host, where lanes share its
+    /// processors.
+    std::function<std::shared_ptr<OwnLane>(const OwnLane&)> add_lane;
+    /// The one with the least to do; null while there is none, or all have much to do.
     /// @throws ConnectionLost if all have failed
     [[nodiscard]] std::shared_ptr<OwnLane> lane();
 
@@ -112,6 +117,7 @@ class UcxConnection final : public transfer::Connection {
     const std::shared_ptr<Endpoint> spare_;
     Outbox outbox_;
     bool is_introduced_ = false;
+    std::size_t num_added_lanes_ = 0;
 };
 
 /// Rows that move between both sides, and the requests in flight for them.

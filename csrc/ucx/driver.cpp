@@ -303,6 +303,9 @@ void UcxDriver::connect_lanes(UcxConnection& peer, const Description& descriptio
     if (peer.may_be_served() && !peer.memory && peer.lanes.empty()) {
         peer.lanes = lanes_.connect(
             description.lanes, {.token = description.token, .connection = peer.number}, is_local);
+        if (!is_local) {
+            peer.add_lane = [this](const OwnLane& lane) { return lanes_.connect_beside(lane); };
+        }
     }
 }
 

@@ -11,12 +11,12 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "base/bytes.hpp"
 #include "base/text.hpp"
 #include "ucx/address.hpp"
-#include "ucx/socket_address.hpp"
 
 namespace pynixlkv::ucx {
 
@@ -224,8 +224,16 @@ bool Lane::discard(std::uint64_t& left) {
 
 // ---- the initiator
 
-OwnLane::OwnLane(int fd, LaneHello hello) : Lane(fd), hello_(hello) {
+OwnLane::OwnLane(int fd, LaneHello hello, const SocketAddress& place)
+    : Lane(fd), hello_(hello), place_(place) {
     say(bytes_of(hello_));
+}
+
+std::uint64_t OwnLane::left() const {
+    return std::accumulate(xfers_.begin(), xfers_.end(), std::uint64_t{0},
+                           [](std::uint64_t sum, const auto& entry) {
+                               return sum + entry.second->flow_.left();
+                           });
 }
 
 void OwnLane::post(LaneXfer& xfer) {
@@ -652,23 +660,29 @@ std::vector<std::shared_ptr<OwnLane>> Lanes::connect(std::string_view places, La
         if (!place.set(ip, in.get<std::uint16_t>()) || (place.is_loopback() && !is_local)) {
             continue;
         }
-        const int fd = new_socket(place.any.sa_family);
-        if (fd < 0) {
-            continue;
+        if (auto lane = connect(place, hello)) {
+            lanes.push_back(std::move(lane));
         }
-        set_options(fd);
-        if (::connect(fd, &place.any, place.size) != 0 && errno != EINPROGRESS) {
-            ::close(fd);
-            continue;
-        }
-        auto lane = std::make_shared<OwnLane>(fd, hello);
-        if (!watch(fd, ++last_, EPOLLIN | EPOLLOUT | EPOLLET)) {
-            continue;
-        }
-        own_.emplace(last_, lane);
-        lanes.push_back(std::move(lane));
     }
     return lanes;
+}
+
+std::shared_ptr<OwnLane> Lanes::connect(const SocketAddress& place, LaneHello hello) {
+    const int fd = new_socket(place.any.sa_family);
+    if (fd < 0) {
+        return nullptr;
+    }
+    set_options(fd);
+    if (::connect(fd, &place.any, place.size) != 0 && errno != EINPROGRESS) {
+        ::close(fd);
+        return nullptr;
+    }
+    auto lane = std::make_shared<OwnLane>(fd, hello, place);
+    if (!watch(fd, ++last_, EPOLLIN | EPOLLOUT | EPOLLET)) {
+        return nullptr;
+    }
+    own_.emplace(last_, lane);
+    return lane;
 }
 
 void Lanes::accept_all(int listener) {

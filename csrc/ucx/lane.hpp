@@ -27,6 +27,7 @@
 #include "ucx/clients.hpp"
 #include "ucx/connection.hpp"
 #include "ucx/regions.hpp"
+#include "ucx/socket_address.hpp"
 
 namespace pynixlkv::ucx {
 
@@ -129,8 +130,13 @@ class Lane {
 /// The initiator's end.
 class OwnLane final : public Lane {
   public:
-    OwnLane(int fd, LaneHello hello);
+    OwnLane(int fd, LaneHello hello, const SocketAddress& place);
     [[nodiscard]] bool is_ready() const noexcept { return is_ready_; }
+    [[nodiscard]] const LaneHello& hello() const noexcept { return hello_; }
+    /// Of the owner.
+    [[nodiscard]] const SocketAddress& place() const noexcept { return place_; }
+    /// Bytes of its transfers that have not moved.
+    [[nodiscard]] std::uint64_t left() const;
     void post(LaneXfer& xfer);
     void remove(std::uint64_t number);
     /// Drop the lane if the owner has not answered for too long.
@@ -143,6 +149,7 @@ class OwnLane final : public Lane {
     void end_body();
 
     const LaneHello hello_;
+    const SocketAddress place_;
     const TimePoint since_ = std::chrono::steady_clock::now();
     LaneHello answer_{};
     bool is_ready_ = false;
@@ -224,12 +231,18 @@ class Lanes {
     /// @param is_local whether its process is one of this host
     [[nodiscard]] std::vector<std::shared_ptr<OwnLane>> connect(std::string_view places,
                                                                 LaneHello hello, bool is_local);
+    /// Begin to connect once more to where a lane leads.
+    /// @return null if the system does not let us
+    [[nodiscard]] std::shared_ptr<OwnLane> connect_beside(const OwnLane& lane) {
+        return connect(lane.place(), lane.hello());
+    }
     /// @return whether anything moved
     bool progress();
     /// Readable when lanes or the worker have work.
     [[nodiscard]] int event_fd() const noexcept { return epoll_; }
 
   private:
+    [[nodiscard]] std::shared_ptr<OwnLane> connect(const SocketAddress& place, LaneHello hello);
     /// @return whether it is watched
     [[nodiscard]] bool watch(int fd, std::uint64_t number, std::uint32_t events) const;
     void accept_all(int listener);

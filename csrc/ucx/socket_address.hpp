@@ -41,6 +41,10 @@ struct SocketAddress {
                                         : IN6_IS_ADDR_LINKLOCAL(&v6.sin6_addr);
     }
 
+    friend bool operator==(const SocketAddress& a, const SocketAddress& b) {
+        return a.size == b.size && std::memcmp(&a.any, &b.any, a.size) == 0;
+    }
+
     union {
         sockaddr any;
         sockaddr_in v4;

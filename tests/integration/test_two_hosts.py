@@ -7,6 +7,7 @@ import os
 import signal
 import stat
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +117,32 @@ def test_a_pulled_cable_fails_the_transfer_by_its_deadline(hosts, start_peer):
     reader.send("plugged in")
     ends = {TransferTimeout: TransferState.TIMED_OUT, PeerLostError: TransferState.PEER_LOST}
     assert reader.finish() is ends[kind]
+    owner.send("end")
+    owner.finish()
+
+
+def read_thrice(peer, hello, there):
+    """Read and write back all; return the most connections that lead to one port."""
+    pool = np.zeros(SIZE, dtype=np.uint8)
+    expected = random_bytes(SIZE, 1)
+    ends = rows(pool.ctypes.data, (0, SIZE)), rows(there, (0, SIZE))
+    with UcxAgent("reader", config=TCP) as agent:
+        agent.register(pool)
+        owner = agent.connect(hello)
+        for _ in range(3):
+            pool[:] = 0
+            agent.read_descriptors(owner, *ends).wait(WAIT_S)
+            assert np.array_equal(pool, expected)
+            agent.write_descriptors(owner, *ends).wait(WAIT_S)
+        sockets = psutil.Process().net_connections("tcp")
+        ports = Counter(s.raddr for s in sockets if s.status == psutil.CONN_ESTABLISHED)
+        return max(ports.values())
+
+
+def test_large_transfers_between_hosts_take_several_lanes(hosts, start_peer):
+    owner = start_peer(own, prefix=hosts.enter(0))
+    reader = start_peer(read_thrice, *owner.receive(), prefix=hosts.enter(1))
+    assert reader.finish() == 4
     owner.send("end")
     owner.finish()
 
