@@ -32,7 +32,14 @@ ROUNDS = 7
 AGENTS = (Peer.nixl_api, Series.nixl, Series.ucx)
 # The first of each is the limit.
 SERIES = {
-    "cma": (Series.memcpy, *AGENTS, Peer.two_threads, Peer.served, Series.ucx_allocated),
+    "cma": (
+        Series.memcpy,
+        Peer.two_copies,
+        *AGENTS,
+        Peer.two_threads,
+        Peer.served,
+        Series.ucx_allocated,
+    ),
     "tcp": (Peer.socket, *AGENTS),
 }
 ENVIRONMENTS = {
@@ -58,7 +65,9 @@ class Pair:
         stack.callback(self.signal, signal.SIGCONT)
         # CPUCLOCK of Linux's clock_getcpuclockid(3): the processor time of a process.
         self._target_clock = (~self._target.process.pid << 3) | 2
-        self._initiator.call("open", case, self._target.call("offer", case))
+        self._has_target = series not in (Series.memcpy, Peer.two_copies)
+        offers = self._target.call("offer", case) if self._has_target else {}
+        self._initiator.call("open", case, offers)
         self.signal(signal.SIGSTOP)
 
     def signal(self, number):
@@ -81,15 +90,14 @@ class Pair:
         self.signal(signal.SIGCONT)
         self.spread()
         is_write = self.case.direction == "put"
-        has_target = self.series is not Series.memcpy
-        if has_target:
+        if self._has_target:
             self._target.call("serve", self.series, clear=compare and is_write)
         move = partial(self._initiator.call, "run", self.series)
         before = time.clock_gettime(self._target_clock)
         warm_up = move(compare=False)[0]
-        seconds, wrong, error = move(compare=compare and not (is_write and has_target))
+        seconds, wrong, error = move(compare=compare and not (is_write and self._has_target))
         busy = (time.clock_gettime(self._target_clock) - before) / (warm_up + seconds)
-        if has_target:
+        if self._has_target:
             wrong += self._target.call("rest", compare=compare and is_write)
         self.signal(signal.SIGSTOP)
         if wrong or error:

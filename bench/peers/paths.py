@@ -2,12 +2,14 @@
 
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from functools import partial
 
 import numpy as np
 
-from pynixlkv.cli.bench.transfers import BenchWorker, _End, _offsets
+from pynixlkv.cli.bench.cases import Series
+from pynixlkv.cli.bench.transfers import BenchWorker, Memory, _End, _Memcpy, _offsets
 
 # Of a call of sendmsg or recvmsg.
 MAX_PIECES, MAX_BYTES = 64, 1 << 20
@@ -17,6 +19,7 @@ GO = b"g"
 class Peer(str, Enum):
     """Series beside those of `pynixlkv bench`."""
 
+    two_copies = "memcpy, two threads"
     socket = "one plain socket"
     nixl_api = "NIXL's Python API"
     two_threads = "UcxAgent, two threads"
@@ -31,6 +34,20 @@ def move_all(call, pieces):
     while first < len(pieces):
         moved = call([pieces[first][done:], *pieces[first + 1 : first + count]])
         first, done = first + (done + moved) // size, (done + moved) % size
+
+
+class TwoThreadMemory(Memory):
+    """Is copied to by two threads, half of the pieces each."""
+
+    def make_copier(self, source, order, piece_bytes):
+        there, here = (memory.buffer.reshape(-1, piece_bytes) for memory in (source, self))
+        middle = len(order) // 2
+        threads = ThreadPoolExecutor(2)
+
+        def copy(half):
+            np.take(there, order[half], axis=0, out=here[half], mode="clip")
+
+        return lambda: list(threads.map(copy, (slice(middle), slice(middle, None))))
 
 
 class SocketEnd(_End):
@@ -131,6 +148,9 @@ class NixlApiEnd(_End):
 
 class PathWorker(BenchWorker):
     def _make_end(self, series, case, role):
+        if series is Peer.two_copies:
+            memory = partial(TwoThreadMemory, case.memory_bytes)
+            return _Memcpy(Series.memcpy, case, role, memory)
         kinds = {Peer.socket: SocketEnd, Peer.nixl_api: NixlApiEnd}
         if series not in kinds:
             return super()._make_end(series, case, role)
