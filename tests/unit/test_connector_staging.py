@@ -369,6 +369,7 @@ def handing_over(**config):
         request = RequestInfo("c", 12, KVTransferParams.from_dict(params))
         assert consumer.scheduler.get_num_new_matched_tokens(request, 0) == (12, True)
         consumer.scheduler.update_state_after_alloc(request, ((1, 6, 4),), 0, 12)
+        consumer.request = request
         yield producer, consumer
 
 
@@ -394,6 +395,26 @@ def test_a_request_is_readable_only_when_its_copy_has_ended():
         for block, bytes_of_it in zip((1, 6, 4), expected, strict=True):
             assert np.array_equal(consumer.rank.device_block(block), bytes_of_it)
         assert producer.pool.num_free == consumer.pool.num_free == (HOST_BLOCKS,)
+
+
+def test_blocks_of_an_aborted_request_are_kept_while_the_copy_to_them_runs():
+    with handing_over() as (producer, consumer):
+        deadline = time.monotonic() + DEADLINE_S
+        while not consumer.rank.copy.num_begun:
+            assert time.monotonic() < deadline
+            producer.step()
+            producer.rank.copy.finish()
+            assert not consumer.step()
+        aborted = (consumer.request, ((1, 6, 4),), 12)
+        assert consumer.scheduler.request_finished(*aborted) == (True, None)
+        for _ in range(50):
+            assert not consumer.step()
+        assert consumer.pool.num_free != (HOST_BLOCKS,)
+        consumer.rank.copy.finish()
+        while not (failed := consumer.step().failed):
+            assert time.monotonic() < deadline
+        assert failed["c"].state is EndState.ABORTED
+        assert consumer.pool.num_free == (HOST_BLOCKS,)
 
 
 def test_who_waits_for_an_end_is_woken_by_it():
