@@ -145,7 +145,7 @@ Clients::Standing Clients::standing(std::uint64_t number) const {
 }
 
 bool Clients::add_lane(std::uint64_t number) {
-    return ++clients_.at(number).num_lanes <= kMaxLanes;
+    return ++clients_.at(number).num_lanes <= (is_crowded_ ? 1 : kMaxLanes);
 }
 
 void Clients::let_in(std::string_view worker) {

@@ -33,6 +33,8 @@ class Clients {
     /// Count a lane of an open connection.
     /// @return false if it is one too many
     [[nodiscard]] bool add_lane(std::uint64_t number);
+    /// Whether there is only room for one lane of each connection.
+    void note_crowd(bool is_crowded) noexcept { is_crowded_ = is_crowded; }
     /// Take no more bytes through the lanes of a worker's present connections.
     void shut_out(std::string_view worker);
     /// Trust the next connection of a worker: this side connects to it.
@@ -79,6 +81,7 @@ class Clients {
     /// Workers that this side is connected to, and the last connection of each that is kept.
     std::map<std::string, std::uint64_t, std::less<>> connected_;
     std::uint64_t num_failures_seen_ = 0;  ///< of the worker's
+    bool is_crowded_ = false;
     bool is_closed_ = false;
 };
 

@@ -694,6 +694,7 @@ void Lanes::accept_all(int listener) {
             continue;
         }
         served_.emplace(last_, std::move(lane));
+        clients_.note_crowd(served_.size() > max_served() / 2);
         const auto is_unknown = [](const auto& entry) { return !entry.second->is_known(); };
         if (served_.size() > max_served() ||
             std::count_if(served_.begin(), served_.end(), is_unknown) > kMaxUnknown) {

@@ -390,12 +390,16 @@ def test_a_source_that_goes_away_fails_its_write_alone(owner, theirs, tmp_path):
 
 
 def serve_few(peer):
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
+    limit = resource.RLIMIT_NOFILE
+    most = resource.getrlimit(limit)[1]
+    resource.setrlimit(limit, (512, most))
     with UcxAgent("owner", config=TCP) as agent:
         array = random_bytes(SIZE, 1).copy()
         agent.register(array)
         peer.send((agent.hello(), array.ctypes.data))
+        peer.receive()
+        resource.setrlimit(limit, (256, most))
+        peer.send("fewer")
         peer.receive()
 
 
@@ -410,19 +414,27 @@ def test_lanes_take_no_more_than_half_of_the_descriptors(start_peer, door):
         ends = rows(here.ctypes.data, (0, SIZE)), rows(there, (0, SIZE))
         peer = reader.connect(hello)
         reader.read_descriptors(peer, *ends).wait(WAIT_S)
-        kept = 1  # the reader's lane
-        for number in range(9):
+
+        def count_kept(number):
+            """Return how many of 16 lanes of another peer are answered."""
             caller = stack.enter_context(UcxAgent(f"caller-{number}", config=TCP))
             caller.connect(doorway)
             lane, greeting = receive_greeting(door)
             stack.enter_context(lane)
+            kept = 0
             for _ in range(16):
                 stranger = Stranger(hello, greeting)
                 stack.enter_context(stranger.socket)
                 stranger.socket.sendall(greeting)
                 with contextlib.suppress(ConnectionResetError):
                     kept += stranger.receive(len(greeting)) == greeting
-        assert kept == 128
+            return kept
+
+        # With the reader's, 128 lanes fill half of the room: from then on each peer has one.
+        assert [count_kept(number) for number in range(9)] == [16] * 7 + [15, 1]
+        owner.send("have fewer")
+        owner.receive()
+        assert count_kept(9) == 0
         here[:] = 0
         reader.read_descriptors(peer, *ends).wait(WAIT_S)
         assert np.array_equal(here, random_bytes(SIZE, 1))
