@@ -37,22 +37,31 @@ __all__ = ["Coverage", "GroupDescription", "PlanDescription", "TransferPlan", "p
 _T = TypeVar("_T")
 
 
-def _check_out(*arrays: object) -> None:
-    for array in arrays:
-        is_fit = (
-            isinstance(array, np.ndarray)
-            and array.shape[1:] == (3,)
-            and array.dtype == np.uint64
-            and array.flags.c_contiguous
-            and array.flags.writeable
+def _check_out(out: object) -> None:
+    """Check what C++ relies on: it writes to these arrays as rows of three aligned numbers."""
+    if not isinstance(out, tuple) or len(out) != 2:
+        seen = f"a tuple of {len(out)}" if isinstance(out, tuple) else type(out).__name__
+        raise PlanError(f"out is {seen}; expected a tuple of two arrays, (local, remote)")
+    for side, array in zip(("local", "remote"), out, strict=True):
+        if not isinstance(array, np.ndarray):
+            seen = type(array).__name__
+        else:
+            flags = array.flags
+            faults = {
+                "not C-contiguous": not flags.c_contiguous,
+                "not aligned": not flags.aligned,
+                "read-only": not flags.writeable,
+            }
+            wrong = [fault for fault, is_so in faults.items() if is_so]
+            if array.dtype == np.uint64 and array.shape[1:] == (3,) and not wrong:
+                continue
+            seen = ", ".join([f"{array.dtype} of shape {array.shape}", *wrong])
+        raise PlanError(
+            f"the {side} array of out is {seen}; expected uint64 of shape (n, 3), C-contiguous, "
+            "aligned and writable: make it with np.empty((n, 3), np.uint64)"
         )
-        if not is_fit:
-            raise PlanError(
-                "out must be two writable, C-contiguous arrays of uint64 of shape (n, 3), not "
-                f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
-            )
-    if len(arrays) != 2 or np.may_share_memory(*arrays):
-        raise PlanError("out must be two arrays that do not overlap")
+    if np.may_share_memory(*out):
+        raise PlanError("the arrays of out overlap; give the local and the remote rows one each")
 
 
 @dataclass(frozen=True)
@@ -311,25 +320,27 @@ class TransferPlan:
         operation : Operation
             READ writes local blocks, WRITE remote ones; the written table may hold no block twice.
         out : tuple of two ndarrays of uint64, shapes (n, 3), optional
-            Where to write the local and the remote rows, C-contiguous, with room for the rows
-            before merging. Saves fresh memory for callers that repeat.
+            Where to write the local and the remote rows: C-contiguous, aligned, writable and
+            apart from each other. Each needs room for the rows before merging: ``num_runs`` of
+            `describe`, plus ``num_bytes // max_bytes`` if the plan has `max_bytes`. What lies
+            behind the returned rows is undefined. Spares callers that repeat the page faults of
+            fresh memory.
 
         Returns
         -------
         local, remote : ndarray of uint64, shape (k, 3)
-            The first rows of `out`, if that is given.
             Address, length in bytes, device number. Row i of one side pairs with row i of the
             other and has the same length. Local addresses ascend; ranges that adjoin on both
             sides are one, whatever the order of the tables; none is longer than `max_bytes`, and
-            only the last piece of a cut run is shorter.
+            only the last piece of a cut run is shorter. With `out`, views of its first k rows.
 
         Raises
         ------
         PlanError
             If a block number is out of range or written twice, a start is not at a block's
-            boundary, the tables do not cover the wanted tokens (see `coverage`), or an argument
-            has the wrong type, or `out` is too small; the message names side, index, value and
-            limit.
+            boundary, the tables do not cover the wanted tokens (see `coverage`), an argument has
+            the wrong type, or `out` does not fit, and is then unchanged; the message names side,
+            index, value and limit.
 
         Notes
         -----
@@ -344,7 +355,7 @@ class TransferPlan:
         tables.check_written_once(remote=operation == Operation.WRITE)
         if out is None:
             return tables.descriptors()
-        _check_out(*out)
+        _check_out(out)
         count = tables.descriptors_into(*out)
         return out[0][:count], out[1][:count]
 

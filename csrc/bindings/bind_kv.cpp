@@ -140,14 +140,16 @@ std::size_t emit(const Expansion& expansion, DescriptorArray& local, DescriptorA
     return without_gil([&] { return expansion.emit(local_rows, remote_rows); });
 }
 
-/// @param local, remote writable, of shape (n, 3)
+/// @param local, remote writable, aligned, of shape (n, 3)
 std::size_t descriptors_into(const BlockTables& tables, DescriptorArray local,
                              DescriptorArray remote) {
     const auto expansion = without_gil([&] { return Expansion(tables); });
     const auto rows = static_cast<std::size_t>(std::min(local.shape(0), remote.shape(0)));
     if (rows < expansion.bound()) {
         throw Error("PlanError",
-                    text("out has ", rows, " rows; this transfer needs up to ", expansion.bound()));
+                    text("out has ", local.shape(0), " local and ", remote.shape(0),
+                         " remote rows; this transfer needs room for ", expansion.bound(),
+                         " of each, as before merging: give larger arrays"));
     }
     return emit(expansion, local, remote);
 }

@@ -292,10 +292,9 @@ def test_describe() -> None:
 def test_descriptors_into_buffers_of_the_caller() -> None:
     here, there = Made("KBHND"), Made("KBNHD")
     plan = TransferPlan(here.geometry, there.geometry)
-    tables = [0, 1, 3], [2, 3, 5]
-    expected = plan.descriptors(*tables)
     out = (np.full((1000, 3), 7, np.uint64), np.full((999, 3), 7, np.uint64))
-    for _ in range(2):
+    for tables in (([0, 1, 3], [2, 3, 5]), ([5], [0]), ([], []), ([4, 0, 1, 2], [2, 3, 1, 5])):
+        expected = plan.descriptors(*tables)
         rows = plan.descriptors(*tables, out=out)
         for got, buffer, wanted in zip(rows, out, expected, strict=True):
             assert got.base is buffer
@@ -303,23 +302,81 @@ def test_descriptors_into_buffers_of_the_caller() -> None:
             assert (buffer[-1] == 7).all()
 
 
+def test_groups_that_take_turns_in_memory_into_buffers() -> None:
+    """Rows that are written, found out of order, and written again."""
+    pools = [np.zeros((BLOCKS, 2, 2, HEADS, TOKENS, DIM), np.uint16) for _ in range(2)]
+    caches = [
+        KVCache.combine(
+            *(
+                KVCache.from_tensors({"x": pool[:, i]}, axes="BKHND", kv_heads=HEADS, group=group)
+                for i, group in enumerate("ab")
+            )
+        )
+        for pool in pools
+    ]
+    plan = TransferPlan(caches[0].geometry, caches[1].geometry)
+    tables = {"a": [0, 2, 1], "b": [4, 1, 3]}, {"a": [1, 2, 3], "b": [5, 4, 3]}
+    out = (buffer(6, 3), buffer(6, 3))
+    rows = plan.descriptors(*tables, out=out)
+    block = pools[0][0, 0].nbytes
+    assert ((rows[0][:, 0] - pools[0].ctypes.data) // block).tolist() == [0, 2, 3, 4, 7, 9]
+    for got, array, wanted in zip(rows, out, plan.descriptors(*tables), strict=True):
+        assert got.base is array
+        assert np.array_equal(got, wanted)
+
+
+def buffer(*shape: int, kind: Any = np.uint64) -> np.ndarray:
+    return np.zeros(shape, kind)
+
+
+def read_only() -> np.ndarray:
+    made = buffer(9, 3)
+    made.flags.writeable = False
+    return made
+
+
+def unaligned() -> np.ndarray:
+    return np.zeros(9 * 24 + 1, np.uint8)[1:].view(np.uint64).reshape(9, 3)
+
+
+BOTH = buffer(17, 3)
+
+
 @pytest.mark.parametrize(
     ("out", "message"),
     [
-        ((np.zeros((1, 3), np.uint64), np.zeros((9, 3), np.uint64)), "out has 1 rows; .* up to"),
-        ((np.zeros((9, 2), np.uint64),) * 2, r"\(n, 3\), not uint64 \(9, 2\)"),
-        ((np.zeros((9, 3), np.int64),) * 2, "not int64"),
-        ((np.zeros((3, 9), np.uint64).T,) * 2, "C-contiguous"),
-        (([], []), "not list"),
-        ((np.zeros((9, 3), np.uint64),) * 2, "do not overlap"),
-        ((np.zeros((9, 3), np.uint64),), "two arrays"),
+        ((buffer(5, 3), buffer(9, 3)), "out has 5 local and 9 remote rows; .* room for 6 of each"),
+        ((buffer(9, 3), buffer(0, 3)), "out has 9 local and 0 remote rows; .* room for 6 of each"),
+        ((buffer(9, 2), buffer(9, 3)), r"the local array of out is uint64 of shape \(9, 2\); exp"),
+        ((buffer(9, 3), buffer(27)), r"the remote array of out is uint64 of shape \(27,\); exp"),
+        ((buffer(9, 3), buffer(9, 3, kind=np.int64)), "remote array of out is int64 of shape"),
+        ((buffer(9, 3, kind=">u8"), buffer(9, 3)), "local array of out is >u8 of shape"),
+        ((buffer(9, 4)[:, :3], buffer(9, 3)), r"local array .* \(9, 3\), not C-contiguous; exp"),
+        ((buffer(9, 3), buffer(18, 3)[::2]), r"remote array .* \(9, 3\), not C-contiguous; exp"),
+        ((buffer(9, 3), unaligned()), r"remote array of out is .* \(9, 3\), not aligned; exp"),
+        ((read_only(), buffer(9, 3)), r"local array of out is .* \(9, 3\), read-only; expected"),
+        (
+            (buffer(9, 3), [[0, 0, 0]] * 9),
+            r"is list; .* make it with np.empty\(\(n, 3\), np.uint64",
+        ),
+        ((BOTH, BOTH), "the arrays of out overlap; give the local and the remote rows one each"),
+        ((BOTH[:9], BOTH[8:]), "the arrays of out overlap"),
+        ((buffer(9, 3),), r"out is a tuple of 1; expected a tuple of two arrays, \(local, "),
+        (buffer(2, 9, 3), "out is ndarray; expected a tuple of two arrays"),
+        (5, "out is int; expected a tuple of two arrays"),
     ],
 )
 def test_buffers_that_do_not_fit(out, message) -> None:
-    same = Made("KBHND")
-    plan = TransferPlan(same.geometry, same.geometry)
     with pytest.raises(PlanError, match=message):
-        plan.descriptors([0, 2, 4], [0, 2, 4], out=out)
+        plan_of_equals().descriptors([0, 2, 4], [0, 2, 4], out=out)
+    if isinstance(out, tuple):
+        assert not any(np.any(array) for array in out)
+
+
+def test_buffers_may_adjoin() -> None:
+    plan, both = plan_of_equals(), buffer(12, 3)
+    plan.descriptors([0, 2, 4], [0, 2, 4], out=(both[:6], both[6:]))
+    assert both[:, 1].tolist() == [HEADS * TOKENS * DIM * 2] * 12
 
 
 def test_physical_blocks() -> None:

@@ -11,9 +11,11 @@ from math import gcd
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from pynixlkv.errors import PlanError
 from pynixlkv.geometry import Geometry, KVCache
 from pynixlkv.plan import TransferPlan
 from pynixlkv.topology import held_heads, read_sources
@@ -331,6 +333,32 @@ def test_the_order_of_block_pairs_changes_nothing(data) -> None:
     again = plan.descriptors(*(list(blocks) for blocks in zip(*in_order, strict=True)))
     assert rows[0].tolist() == again[0].tolist()
     assert rows[1].tolist() == again[1].tolist()
+
+
+BUFFERS = (np.zeros((100_000, 3), np.uint64), np.zeros((100_000, 3), np.uint64))
+
+
+@many
+@given(data=st.data())
+def test_buffers_of_the_caller_get_the_same_rows(data) -> None:
+    """The same buffers for plans of all sizes, each with exactly the room that it needs."""
+    _, local, remote, plan, max_bytes = data.draw(pairs())
+    table = data.draw(tables(local.shape, remote.shape))
+    blocks = (table.local_blocks, table.remote_blocks)
+    cost = plan.describe(*blocks, **table.arguments)
+    size = cost.num_runs + (cost.num_bytes // max_bytes if max_bytes else 0)
+    for buffer in BUFFERS:
+        buffer[size] = 7
+    out = (BUFFERS[0][:size], BUFFERS[1][:size])
+    rows = plan.descriptors(*blocks, **table.arguments, out=out)
+    expected = plan.descriptors(*blocks, **table.arguments)
+    for got, wanted, buffer in zip(rows, expected, BUFFERS, strict=True):
+        assert got.tolist() == wanted.tolist()
+        assert got.base is buffer
+        assert got.ctypes.data == buffer.ctypes.data
+        assert (buffer[size] == 7).all()
+    with pytest.raises(PlanError, match=f"room for {size} of each"):
+        plan.descriptors(*blocks, **table.arguments, out=(out[0], out[1][1:]))
 
 
 @many
