@@ -101,8 +101,8 @@ class UcxConnection final : public transfer::Connection {
     /// Attempts, one for each way to the peer. The first to succeed decides the way; further lanes
     /// take it, because a network may limit what one connection of it carries.
     std::vector<std::shared_ptr<OwnLane>> lanes;
-    /// Begins a lane beside another; may return null. Not set within one host, where lanes share its
-    /// processors.
+    /// Begins a lane beside another; may return null. Not set within one host, where lanes share
+    /// its processors.
     std::function<std::shared_ptr<OwnLane>(const OwnLane&)> add_lane;
     /// The one with the least to do; null while there is none, or all have much to do.
     /// @throws ConnectionLost if all have failed

@@ -135,7 +135,8 @@ PeerMemory::Result CopyXfer::copy_step(const Step& step) const {
 
 void CopyXfer::advance() {
     const std::size_t first = next_step_;
-    const std::size_t most = threads_->count() > 1 ? threads_->count() * kStepsOfThread : kStepsAlone;
+    const std::size_t most =
+        threads_->count() > 1 ? threads_->count() * kStepsOfThread : kStepsAlone;
     next_step_ = std::min(first + most, steps_.size());
     std::atomic<PeerMemory::Result> result = PeerMemory::Result::kMoved;
     threads_->run(next_step_ - first, [&](std::size_t number) {

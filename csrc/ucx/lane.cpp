@@ -230,10 +230,9 @@ OwnLane::OwnLane(int fd, LaneHello hello, const SocketAddress& place)
 }
 
 std::uint64_t OwnLane::left() const {
-    return std::accumulate(xfers_.begin(), xfers_.end(), std::uint64_t{0},
-                           [](std::uint64_t sum, const auto& entry) {
-                               return sum + entry.second->flow_.left();
-                           });
+    return std::accumulate(
+        xfers_.begin(), xfers_.end(), std::uint64_t{0},
+        [](std::uint64_t sum, const auto& entry) { return sum + entry.second->flow_.left(); });
 }
 
 void OwnLane::post(LaneXfer& xfer) {

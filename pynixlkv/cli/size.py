@@ -20,7 +20,7 @@ from pynixlkv.topology import read_sources, release_targets
 if TYPE_CHECKING:
     from pynixlkv.cli.models import Model
 
-_FDS_OF_PEER = 8  # of UcxAgent over TCP, the most. Measured, see docs/guides/size-a-fleet.md
+_FDS_OF_PEER = 11  # of UcxAgent to another host over TCP, the most, see docs/guides/size-a-fleet.md
 
 
 @dataclass(frozen=True)
