@@ -56,6 +56,11 @@ std::string_view bytes_of(const T& value) {
     return {reinterpret_cast<const char*>(&value), sizeof value};
 }
 
+std::uint64_t length_of(const std::vector<iovec>& pieces) {
+    return std::accumulate(pieces.begin(), pieces.end(), std::uint64_t{0},
+                           [](std::uint64_t sum, const iovec& p) { return sum + p.iov_len; });
+}
+
 /// A piece for bytes that were announced and are gone.
 iovec some_zeros(std::uint64_t most) {
     return {const_cast<char*>(zeros.data()), std::min<std::uint64_t>(most, zeros.size())};
@@ -156,10 +161,10 @@ void Lane::note_events(std::uint32_t events) noexcept {
 
 bool Lane::progress() {
     bool worked = false;
-    for (int i = 0; i < kMaxCalls && can_send_ && !is_broken_ && send_more(); ++i) {
+    for (int i = 0; i < kMaxCalls && can_receive_ && !is_broken_ && receive_more(); ++i) {
         worked = true;
     }
-    for (int i = 0; i < kMaxCalls && can_receive_ && !is_broken_ && receive_more(); ++i) {
+    for (int i = 0; i < kMaxCalls && can_send_ && !is_broken_ && send_more(); ++i) {
         worked = true;
     }
     return worked;
@@ -471,7 +476,8 @@ bool ServedLane::send_more() {
             Read& read = reads_.front();
             std::vector<iovec> first;
             if (!may_send(read, 1, first)) {
-                end_read();
+                say_end(read.xfer, read.refusal);
+                forget_read();
                 return true;
             }
             chunk_left_ = std::min(read.flow.left(), kChunkBytes);
@@ -488,6 +494,11 @@ bool ServedLane::send_more() {
         // The rest of the chunk was promised.
         pieces.push_back(some_zeros(most));
     }
+    // The end travels with the last bytes: another message would cost as much as a small block.
+    const LaneHead end{LaneHead::kEnd, 0, read != nullptr ? read->xfer : 0, 0};
+    if (read != nullptr && read->refusal.empty() && length_of(pieces) == read->flow.left()) {
+        pieces.push_back({const_cast<LaneHead*>(&end), sizeof end});
+    }
     const Moved moved = send(pieces, bytes);
     if (read == nullptr) {
         return moved == Moved::kSome;
@@ -495,10 +506,15 @@ bool ServedLane::send_more() {
     if (moved == Moved::kFault) {
         read->refusal = "its memory is no longer mapped";
     }
-    read->flow.advance(bytes);
-    chunk_left_ -= bytes;
-    if (chunk_left_ == 0 && (read->flow.left() == 0 || !read->refusal.empty())) {
-        end_read();
+    const std::uint64_t of_rows = std::min(bytes, chunk_left_);
+    read->flow.advance(of_rows);
+    chunk_left_ -= of_rows;
+    if (bytes > of_rows) {
+        say(bytes_of(end).substr(bytes - of_rows));
+        forget_read();
+    } else if (chunk_left_ == 0 && (read->flow.left() == 0 || !read->refusal.empty())) {
+        say_end(read->xfer, read->refusal);
+        forget_read();
     }
     return moved != Moved::kNothing;
 }
@@ -514,10 +530,8 @@ bool ServedLane::may_send(Read& read, std::uint64_t most, std::vector<iovec>& pi
     return read.refusal.empty();
 }
 
-void ServedLane::end_read() {
-    const Read& read = reads_.front();
-    say_end(read.xfer, read.refusal);
-    num_rows_ -= read.flow.num_rows();
+void ServedLane::forget_read() {
+    num_rows_ -= reads_.front().flow.num_rows();
     reads_.pop_front();
 }
 

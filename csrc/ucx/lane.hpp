@@ -184,7 +184,7 @@ class ServedLane final : public Lane {
     bool take_request();
     void say_end(std::uint64_t xfer, std::string_view refusal);
     [[nodiscard]] bool may_send(Read& read, std::uint64_t most, std::vector<iovec>& pieces) const;
-    void end_read();
+    void forget_read();
     [[nodiscard]] bool may_move(const iovec& piece, transfer::Op op, std::string& reason) const;
 
     const std::uint64_t& token_;
