@@ -83,7 +83,8 @@ class Pair:
         for child, processor in zip((self._target, self._initiator), cycle(every)):
             for where in ({processor}, every):
                 for thread in Path(f"/proc/{child.process.pid}/task").iterdir():
-                    os.sched_setaffinity(int(thread.name), where)
+                    with contextlib.suppress(ProcessLookupError):  # it has ended
+                        os.sched_setaffinity(int(thread.name), where)
 
     def run(self, *, compare):
         """Return the seconds of one run, and the processors that the target took meanwhile."""
