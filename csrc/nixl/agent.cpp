@@ -48,15 +48,26 @@ void require_rows(Rows rows, const char* side, bool allow_zero_length) {
     }
 }
 
+/// Whether a run, whose first row does not, wraps around the end of the address space.
+bool wraps_around(const Run& run) {
+    const std::uint64_t room =
+        std::numeric_limits<std::uint64_t>::max() - run.row.address - run.row.length;
+    return run.stride != 0 && run.count - 1 > room / run.stride;
+}
+
+std::vector<Descriptor> bounds_of(Runs runs) {
+    std::vector<Descriptor> bounds(runs.size());
+    std::ranges::transform(runs, bounds.begin(), [](const Run& run) { return run.bounds(); });
+    return bounds;
+}
+
 void require_runs(std::vector<Run>& runs, const char* side) {
     std::erase_if(runs, [](const Run& run) { return run.count == 0; });
     std::uint64_t total = 0;
     for (const Run& run : runs) {
         const Descriptor first = run.row;
         require_rows({&first, 1}, side, false);
-        const std::uint64_t room =
-            std::numeric_limits<std::uint64_t>::max() - first.address - first.length;
-        if (run.stride != 0 && run.count - 1 > room / run.stride) {
+        if (wraps_around(run)) {
             throw Error("ConfigError", text("the ", side, " descriptors from ", first.str(), ", ",
                                             run.count, " in steps of ", run.stride,
                                             ", go beyond the end of the address space"));
@@ -738,8 +749,15 @@ std::string Agent::load_remote_metadata(std::string_view metadata) {
 }
 
 bool Agent::check_remote_metadata(const std::string& peer, Memory memory, Rows rows) const {
+    const std::vector<Run> runs = runs_of(rows);
     const Call call(*this, "check_remote_md");
-    return handle_->check_remote_metadata(peer, memory, rows);
+    // NIXL takes rows one by one. Mostly all that lies between them is registered too.
+    const bool is_short =
+        runs.size() * 8 < rows.size() && std::ranges::none_of(runs, [](auto& run) {
+            return run.row.length > ~run.row.address || wraps_around(run);
+        });
+    return (is_short && handle_->check_remote_metadata(peer, memory, bounds_of(runs))) ||
+           handle_->check_remote_metadata(peer, memory, rows);
 }
 
 void Agent::invalidate_remote_metadata(const std::string& peer) {
@@ -836,9 +854,7 @@ std::shared_ptr<PreparedList> Agent::prepare_runs(const std::string& peer, Memor
     const Call call(*this, "prep_xfer_dlist");
     bool can_wait = args.get() == nullptr && whole.size() * 8 < prepared->size();
     if (can_wait && !is_ours) {
-        std::vector<Descriptor> bounds(whole.size());
-        std::ranges::transform(whole, bounds.begin(), [](const Run& run) { return run.bounds(); });
-        can_wait = handle_->check_remote_metadata(peer, memory, bounds);
+        can_wait = handle_->check_remote_metadata(peer, memory, bounds_of(whole));
     }
     if (!can_wait) {
         prepare_native(*prepared, args.get());

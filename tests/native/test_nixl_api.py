@@ -412,6 +412,28 @@ def test_tensors_in_the_own_memory(api, torch):
     agent.deregister_memory(registered)
 
 
+def test_rows_of_a_peer_are_known_by_their_bytes_not_by_what_lies_between(api):
+    a, b = (make(api, name) for name in "ab")
+    area = Area(64 * BLOCK, 1)
+    base = area.inside.ctypes.data
+    every_other = [(base + i * BLOCK, BLOCK, 0) for i in range(0, 64, 2)]
+    b.register_memory([(*row, "") for row in every_other], "DRAM")
+    a.add_remote_agent(b.get_agent_metadata())
+
+    def knows(rows):
+        return a.check_remote_metadata("b", a.get_xfer_descs(rows, "DRAM"))
+
+    assert knows(every_other)
+    assert knows(every_other[::-1])
+    assert not knows([*every_other, (base + BLOCK, BLOCK, 0)])
+    within = [(base + i * 16, 16, 0) for i in range(BLOCK // 16)]
+    assert knows(within)
+    assert not knows([*within, (base + BLOCK, 16, 0)])
+    step = 1 << 62
+    around = [((base + i * step) % (1 << 64), 16, 0) for i in range(64)]
+    assert not knows(around)
+
+
 def test_partial_metadata(api):
     a, b = (make(api, name) for name in "ab")
     areas = [Area(BLOCK, seed) for seed in (1, 2)]
