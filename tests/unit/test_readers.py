@@ -205,6 +205,23 @@ def test_a_lost_reader_stops_counting_when_its_time_is_up(how):
         assert releases(world) == [{"expired" if how == "killed" else "released": 1}]
 
 
+def test_a_reader_that_is_done_extends_the_lease_no_more():
+    with World(**BEATS_5) as world:
+        params = world.engine("P").prefill("p1", 7, 13, num_readers=2)
+        reader = Reader("p1", Lease.parse(params["lease"]), 1, 2)
+        beat = messages.Heartbeat([reader])
+        world.quiet()
+        world.deliver("P", "X", beat)
+        world.deliver(
+            "P", "X", messages.Release(ConsumerRank("X", (0, 0), ParallelSizes()), [reader])
+        )
+        for _ in range(10):  # the other one never comes
+            world.pass_time(5)
+            world.deliver("P", "X", beat)
+        world.until(sent(world))
+        assert releases(world) == [{"expired": 1}]
+
+
 @both_modes
 def test_a_late_reader_of_a_lease_that_has_ended_finds_out(mode):
     with pair(mode) as (world, prefill, decode):
