@@ -464,8 +464,7 @@ class RemoteEngines:
             return
         engine.state = RemoteEngineState.DEAD
         engine.error = error
-        if self._engines.get(engine.key) is engine:
-            del self._engines[engine.key]
+        del self._engines[engine.key]
         for rank in engine.ranks:
             ranks = self._by_agent[rank.peer.name]
             ranks.remove(rank)
