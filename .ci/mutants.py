@@ -74,7 +74,7 @@ class ForceBranch:
 
     def mutation_positions(self, node: Any) -> Iterator[object]:  # noqa: ANN401
         """Yield the condition's position, for each of both."""
-        if node.type == "if_stmt" and "TYPE_CHECKING" not in node.children[1].get_code():
+        if node.type == "if_stmt":
             yield from [(node.children[1].start_pos, node.children[1].end_pos)] * 2
 
     def mutate(self, node: Any, index: int) -> Any:  # noqa: ANN401
@@ -134,7 +134,8 @@ def sample(rng: random.Random, count: int) -> list[Mutant]:
         code = cosmic_ray.mutating.mutate_code(path.read_text(), operator, occurrence)
         if code is not None:
             mutant = Mutant(path, tuple(tests), code)
-            mutants[str(mutant)] = mutant
+            if "TYPE_CHECKING" not in str(mutant):
+                mutants[str(mutant)] = mutant
     return list(mutants.values())
 
 

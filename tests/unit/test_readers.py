@@ -22,6 +22,7 @@ from pynixlkv.connector import messages, sender
 from pynixlkv.connector.leases import LeaseSlots
 from pynixlkv.connector.messages import ConsumerRank, Reader
 from pynixlkv.connector.metadata import EndState, KVTransferParams, Lease, ParallelSizes
+from pynixlkv.digest import DigestScope
 from pynixlkv.errors import ConfigError
 
 both_modes = pytest.mark.parametrize("mode", ["pull", "push"])
@@ -251,6 +252,23 @@ def test_a_release_ends_no_reader_but_its_own(num_releases):
         decode.schedule("d1")
         arrives(world, decode)
         world.until(sent(world))
+
+
+def test_who_asks_before_it_has_introduced_itself_gets_no_answer():
+    with pair() as (world, prefill, _):
+        reader = Reader("p1", Lease.parse(prefill.prefill("p1", 7, 13)["lease"]), 1)
+        world.quiet()
+        consumer = ConsumerRank("X", (0, 0), ParallelSizes())
+        scope = DigestScope("attn", (0,), (0,), 1, 2, (0, 4), 4, (0,))
+        asked = [
+            messages.Heartbeat([reader]),
+            messages.CancelPush(1),
+            messages.DigestRequest(1, reader, (scope,)),
+            messages.Push(consumer, 1, "p1", reader.lease, ((0,),), (0,), (4,), 4),
+        ]
+        for number, message in enumerate(asked, start=1):
+            world.deliver("P", "X", message)
+            assert world.count("P", "unanswered_notifications") == number
 
 
 def test_the_readers_of_a_lease_are_bounded(monkeypatch):
