@@ -27,8 +27,10 @@ using transfer::Op;
 /// Most bytes of a system call, and most calls of a turn in each direction.
 constexpr std::uint64_t kCallBytes = 512U << 10U;
 constexpr int kMaxCalls = 4;
-/// Where many bytes are to come, the kernel wakes this end for so many at once.
+/// Where many bytes are to come, the kernel wakes this end for so many at once. Kernels before 5.9
+/// may forget to when memory is short, so this end also looks by itself.
 constexpr int kWakeBytes = 256 << 10;
+constexpr auto kLookEvery = std::chrono::milliseconds(10);
 /// Bytes between two looks at what else is to be sent.
 constexpr std::uint64_t kChunkBytes = 4U << 20U;
 constexpr std::uint32_t kMaxRows = 1U << 16U;        ///< of a request
@@ -160,6 +162,11 @@ void Lane::note_events(std::uint32_t events) noexcept {
 }
 
 bool Lane::progress() {
+    if (wake_bytes_ > 1 && !can_receive_) {
+        const auto now = std::chrono::steady_clock::now();
+        can_receive_ = now - looked_at_ > kLookEvery;
+        looked_at_ = can_receive_ ? now : looked_at_;
+    }
     bool worked = false;
     for (int i = 0; i < kMaxCalls && can_receive_ && !is_broken_ && receive_more(); ++i) {
         worked = true;
@@ -207,6 +214,7 @@ void Lane::expect(std::uint64_t bytes) {
     const int wake_bytes = bytes >= 4 * std::uint64_t{kWakeBytes} ? kWakeBytes : 1;
     if (std::exchange(wake_bytes_, wake_bytes) != wake_bytes) {
         set_option(fd_, SOL_SOCKET, SO_RCVLOWAT, wake_bytes);
+        looked_at_ = std::chrono::steady_clock::now();
     }
 }
 

@@ -124,6 +124,7 @@ class Lane {
     const int fd_;
     std::string head_;
     int wake_bytes_ = 1;
+    TimePoint looked_at_;  ///< without being woken
     bool is_broken_ = false;
 };
 

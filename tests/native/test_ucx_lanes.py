@@ -1,6 +1,7 @@
 """Lanes: the sockets for memory over TCP, what strangers send to them, and what breaks them."""
 
 import contextlib
+import itertools
 import mmap
 import os
 import resource
@@ -159,6 +160,19 @@ def test_a_request_by_hand_is_answered(visit, theirs):
     stranger.socket.sendall(b"xyz")
     assert stranger.answer() == (END, b"")
     assert theirs[[9, 5, 6]].tobytes() == b"xyz"
+
+
+def test_no_bytes_of_a_large_write_wait_for_more(visit, theirs):
+    stranger = visit().greet()
+    stranger.ask(WRITE, SIZE, (theirs.ctypes.data, SIZE))
+    written = random_bytes(SIZE, 6)
+    deadline = time.monotonic() + WAIT_S
+    for begin, end in itertools.pairwise((0, 1, 1000, 100_000, SIZE)):
+        stranger.socket.sendall(written[begin:end].tobytes())
+        while not np.array_equal(theirs[:end], written[:end]):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    assert stranger.answer() == (END, b"")
 
 
 @pytest.mark.parametrize("kind", [READ, WRITE])
