@@ -137,6 +137,15 @@ def test_tokens_that_the_producer_does_not_hold_are_refused(world):
     assert "table 0 from 4 on, wanted from 0" in str(error)
 
 
+def test_state_of_a_token_is_in_the_slot_of_its_stretch():
+    spec = GroupSpec(0, state_tokens=4, null_block=0)
+    for end, slot in ((1, 5), (4, 5), (5, 6), (8, 6), (12, 7)):
+        assert cut_table(spec, (5, 6, 7, 0), 0, end) == ((slot,), 0)
+    for end in (13, 16, 17):  # the null block, and none
+        with pytest.raises(ConfigError, match=f"has no state of token {end - 1}"):
+            cut_table(spec, (5, 6, 7, 0), 0, end)
+
+
 @pytest.mark.parametrize(
     ("table", "slots"),
     [((0, 0, 9), (9,)), ((9, 0), (9,)), ((0,), ()), ((4, 0, 9), (4, 9)), ((7,), (7,))],
