@@ -38,8 +38,8 @@ constexpr std::size_t kMaxWaitingRows = 1U << 19U;   ///< of all reads of a lane
 constexpr std::uint64_t kMaxRowBytes = 1ULL << 46U;  ///< so that sums do not overflow
 constexpr std::uint64_t kMaxReason = 4096;
 constexpr std::size_t kMaxEnds = 1U << 20U;
-/// Most lanes that have not said a hello; the oldest go first.
-constexpr std::ptrdiff_t kMaxUnknown = 64;
+/// Most lanes that have not shown the token; the oldest go first.
+constexpr std::size_t kMaxStrangers = 64;
 constexpr std::size_t kMaxPlaces = 16;
 /// Most lanes that are served; also, no more than half of the process's descriptors.
 constexpr rlim_t kMaxServed = 1U << 14U;
@@ -441,6 +441,7 @@ bool ServedLane::take_hello() {
         return false;
     }
     const bool has_token = hello_ == LaneHello{.token = token_, .connection = hello_.connection};
+    is_stranger_ = !has_token;
     const Clients::Standing standing = clients_.standing(hello_.connection);
     if (has_token && standing == Clients::Standing::kUnknown) {
         return false;  // nothing else is sent before the answer
@@ -716,10 +717,10 @@ void Lanes::accept_all(int listener) {
         }
         served_.emplace(last_, std::move(lane));
         clients_.note_crowd(served_.size() > max_served() / 2);
-        const auto is_unknown = [](const auto& entry) { return !entry.second->is_known(); };
-        if (served_.size() > max_served() ||
-            std::count_if(served_.begin(), served_.end(), is_unknown) > kMaxUnknown) {
-            served_.erase(std::find_if(served_.begin(), served_.end(), is_unknown));
+        if (served_.size() > max_served()) {
+            served_.erase(std::find_if(served_.begin(), served_.end(), [](const auto& entry) {
+                return !entry.second->is_known();
+            }));
         }
     }
     has_waiting_ |= errno != EAGAIN;
@@ -751,11 +752,20 @@ bool Lanes::progress() {
     if (std::exchange(has_waiting_, false)) {
         std::for_each(listeners_.begin(), listeners_.end(), [this](int fd) { accept_all(fd); });
     }
-    std::erase_if(served_, [&worked](const auto& entry) {
+    std::size_t num_strangers = 0;
+    std::erase_if(served_, [&](const auto& entry) {
         entry.second->look_at_connection();
         worked |= entry.second->progress();
+        if (entry.second->is_stranger() && !entry.second->is_broken()) {
+            ++num_strangers;
+        }
         return entry.second->is_broken();
     });
+    if (num_strangers > kMaxStrangers) {  // after a turn of each: many hellos may have waited
+        std::erase_if(served_, [&](const auto& entry) {
+            return entry.second->is_stranger() && num_strangers-- > kMaxStrangers;
+        });
+    }
     std::erase_if(own_, [&worked](const auto& entry) {
         const auto lane = entry.second.lock();
         if (lane) {

@@ -170,6 +170,8 @@ class ServedLane final : public Lane {
                Clients& clients)
         : Lane(fd), token_(token), regions_(std::move(regions)), clients_(clients) {}
     [[nodiscard]] bool is_known() const noexcept { return is_known_; }
+    /// Whether it has not shown the token.
+    [[nodiscard]] bool is_stranger() const noexcept { return is_stranger_; }
     /// Drop the lane, and what has yet to be received, if its connection is over.
     void look_at_connection();
 
@@ -192,6 +194,7 @@ class ServedLane final : public Lane {
     const std::shared_ptr<const LocalRegions> regions_;
     Clients& clients_;
     LaneHello hello_{};
+    bool is_stranger_ = true;
     bool is_known_ = false;  ///< and answered
     LaneHead in_{};          ///< its bytes: those that have not arrived
     std::size_t in_done_ = 0;

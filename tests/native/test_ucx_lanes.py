@@ -343,6 +343,30 @@ def test_a_lane_waits_until_its_connection_is_known(visit, owner, theirs, greeti
     assert not select.select([early.socket], [], [], 0)[0]
 
 
+def test_an_owner_that_stood_still_drops_no_peers_of_many(start_peer, door):
+    owner = start_peer(serve_few)
+    hello, there = owner.receive()
+    here = np.zeros(SIZE, dtype=np.uint8)
+    ends = rows(here.ctypes.data, (0, SIZE)), rows(there, (0, SIZE))
+    with contextlib.ExitStack() as stack:
+        caller = stack.enter_context(UcxAgent("caller", config=TCP))
+        caller.connect(with_port(hello, door.getsockname()[1]))
+        lane, greeting = receive_greeting(door)
+        stack.enter_context(lane)
+        owner.stop()
+        early = [Stranger(hello, greeting[:16] + struct.pack("<Q", n)) for n in range(100)]
+        for peer in early:
+            stack.enter_context(peer.socket)
+            peer.socket.sendall(peer.greeting)
+        owner.resume()
+        reader = stack.enter_context(UcxAgent("reader", config=TCP))
+        reader.register(here)
+        reader.read_descriptors(reader.connect(hello), *ends).wait(WAIT_S)
+        assert np.array_equal(here, random_bytes(SIZE, 1))
+        assert not select.select([peer.socket for peer in early], [], [], 0)[0]
+    owner.kill()
+
+
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_a_lane_that_breaks_ends_its_transfers(owner, theirs, op):
     """A relay that cuts the lane after the first bytes of a transfer."""
