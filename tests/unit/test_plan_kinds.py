@@ -593,6 +593,20 @@ def test_groups_of_one_table_are_at_different_bytes() -> None:
         KVCache.combine(*halves)
 
 
+def test_a_region_is_of_the_tensor_that_has_its_elements() -> None:
+    narrow = np.zeros((4, 4, 8), np.uint8)
+    tensors = {"narrow": narrow, "wide": narrow.view(np.float16)}
+    cache = KVCache.combine(
+        *(
+            KVCache.from_tensors({"0": t}, axes="BND", kv_heads=None, group=name, kind=name)
+            for name, t in tensors.items()
+        )
+    )
+    for group in cache.geometry.groups:
+        (region,) = group.regions
+        assert cache.owner_of(region, group.element_bytes) is tensors[group.name]
+
+
 def test_attention_and_the_parts_of_state_lie_in_one_pool() -> None:
     memory = np.zeros((4, 32), np.uint8)
     parts = [Part("x", "D", {"D": 24}, None), Part("B", "D", {"D": 8}, None)]
