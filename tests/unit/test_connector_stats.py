@@ -114,6 +114,13 @@ def test_snapshots_add_up_and_survive_the_wire():
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(total), type=StatsSnapshot) == total
 
 
+def test_a_bound_is_in_its_own_bucket():
+    for bucket, bound in enumerate(BUCKET_BOUNDS_S):
+        histogram = TimeHistogram()
+        histogram.add(bound)
+        assert histogram.counts.index(1) == bucket
+
+
 @given(st.floats(0, 1e4, allow_nan=False))
 def test_a_value_is_in_the_first_bucket_that_holds_it(seconds):
     histogram = TimeHistogram()
