@@ -240,6 +240,12 @@ def test_a_wildcard_serves_both_families():
             assert ask((host, listener.port)).hellos == HELLOS
 
 
+@pytest.mark.parametrize("address", [":7000", "tcp://:7000", "host", "host:", "host:x", 7000])
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(ConfigError, match="expected 'host:port'"):
+        ask(address)
+
+
 def test_link_local_addresses_keep_their_scope():
     for line in Path("/proc/net/if_inet6").read_text().splitlines():
         digits, *_, scope, _, name = line.split()

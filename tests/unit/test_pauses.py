@@ -73,6 +73,19 @@ def test_a_lease_that_expires_while_its_consumer_is_stopped_is_expired(mode):
         assert world.end_of("D", "d1") == [EndState.EXPIRED]
 
 
+def test_a_request_that_still_waits_for_its_step_learns_of_its_expired_lease():
+    world, prefill, decode = pair(lease_duration=30)
+    with world:
+        decode.event = FakeEvent()
+        fetch(world, decode, prefill.prefill("p1", 7, 13))
+        stop(world, 100, but="P")
+        now = world.clock.now
+        world.until(lambda: world.outcomes["D"].failed)
+        assert world.end_of("D", "d1") == [EndState.EXPIRED]
+        assert world.clock.now - now < 30
+        assert not decode.event.is_done
+
+
 def test_a_lease_that_expires_while_its_blocks_are_read_by_a_stopped_consumer_is_expired():
     world, prefill, decode = pair(lease_duration=30)
     with world:
