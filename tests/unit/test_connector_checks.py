@@ -146,6 +146,20 @@ def test_state_of_a_token_is_in_the_slot_of_its_stretch():
             cut_table(spec, (5, 6, 7, 0), 0, end)
 
 
+def test_a_hand_off_that_names_no_starts_begins_at_the_first_token(world):
+    params = world.engines["P"].prefill("p1", 7, 13)
+    start(world, world.engines["D"], {**params, "remote_starts": None})
+    arrives(world, world.engines["D"])
+
+
+def test_an_engines_blocks_are_whole_numbers_of_those_of_the_cache():
+    layers = {"x": np.zeros((4, 2, 8, 2, 4), "f4")}
+    cache = KVCache.from_tensors(layers, axes="BKNHD", kv_heads=2, table="0").geometry
+    tables, starts = WorkerContext.tables_by_group(None, cache, ((3, 5),), (16,), (16,))
+    assert {name: list(table) for name, table in tables.items()} == {"kv": [6, 7, 10, 11]}
+    assert starts == {"kv": 16}
+
+
 @pytest.mark.parametrize(
     ("table", "slots"),
     [((0, 0, 9), (9,)), ((9, 0), (9,)), ((0,), ()), ((4, 0, 9), (4, 9)), ((7,), (7,))],
