@@ -23,6 +23,7 @@ from statistics import median
 
 from bench.peers.paths import PathWorker, Peer
 from pynixlkv.cli.bench.cases import TRANSPORTS, Case, Series
+from pynixlkv.cli.bench.transfers import has_target
 from pynixlkv.testing.process import ChildProcess
 
 TOTAL_BYTES = 64 << 20
@@ -56,8 +57,7 @@ class Pair:
         self.series = series
         # Ends of other series would have threads here.
         self.case = case = replace(case, series=(series,))
-        environment = ENVIRONMENTS.get(series, {})
-        environment = TRANSPORTS[case.transport].environment | environment
+        environment = TRANSPORTS[case.transport].environment | ENVIRONMENTS.get(series, {})
         start = lambda name: stack.enter_context(ChildProcess(name, env=environment))  # noqa: E731
         self._target, self._initiator = start("target"), start("initiator")
         for process in (self._target, self._initiator):
@@ -65,7 +65,7 @@ class Pair:
         stack.callback(self.signal, signal.SIGCONT)
         # CPUCLOCK of Linux's clock_getcpuclockid(3): the processor time of a process.
         self._target_clock = (~self._target.process.pid << 3) | 2
-        self._has_target = series not in (Series.memcpy, Peer.two_copies)
+        self._has_target = series is not Peer.two_copies and has_target(series)
         offers = self._target.call("offer", case) if self._has_target else {}
         self._initiator.call("open", case, offers)
         self.signal(signal.SIGSTOP)

@@ -48,11 +48,17 @@ void require_rows(Rows rows, const char* side, bool allow_zero_length) {
     }
 }
 
-/// Whether a run, whose first row does not, wraps around the end of the address space.
+/// Whether a run goes beyond the end of the address space.
 bool wraps_around(const Run& run) {
-    const std::uint64_t room =
-        std::numeric_limits<std::uint64_t>::max() - run.row.address - run.row.length;
-    return run.stride != 0 && run.count - 1 > room / run.stride;
+    const std::uint64_t room = std::numeric_limits<std::uint64_t>::max() - run.row.address;
+    return run.row.length > room ||
+           (run.stride != 0 && run.count - 1 > (room - run.row.length) / run.stride);
+}
+
+/// Whether runs are so few that to ask NIXL about each costs little beside each row: it takes rows
+/// one by one.
+bool are_few(Runs runs, std::size_t num_rows) {
+    return runs.size() * 8 < num_rows;
 }
 
 std::vector<Descriptor> bounds_of(Runs runs) {
@@ -751,12 +757,9 @@ std::string Agent::load_remote_metadata(std::string_view metadata) {
 bool Agent::check_remote_metadata(const std::string& peer, Memory memory, Rows rows) const {
     const std::vector<Run> runs = runs_of(rows);
     const Call call(*this, "check_remote_md");
-    // NIXL takes rows one by one. Mostly all that lies between them is registered too.
-    const bool is_short =
-        runs.size() * 8 < rows.size() && std::ranges::none_of(runs, [](auto& run) {
-            return run.row.length > ~run.row.address || wraps_around(run);
-        });
-    return (is_short && handle_->check_remote_metadata(peer, memory, bounds_of(runs))) ||
+    // Mostly all that lies between rows is registered too.
+    return (are_few(runs, rows.size()) && std::ranges::none_of(runs, wraps_around) &&
+            handle_->check_remote_metadata(peer, memory, bounds_of(runs))) ||
            handle_->check_remote_metadata(peer, memory, rows);
 }
 
@@ -852,7 +855,7 @@ std::shared_ptr<PreparedList> Agent::prepare_runs(const std::string& peer, Memor
         prepared->pins_ = pin(memory, whole, prepared->side());
     }
     const Call call(*this, "prep_xfer_dlist");
-    bool can_wait = args.get() == nullptr && whole.size() * 8 < prepared->size();
+    bool can_wait = args.get() == nullptr && are_few(whole, prepared->size());
     if (can_wait && !is_ours) {
         can_wait = handle_->check_remote_metadata(peer, memory, bounds_of(whole));
     }

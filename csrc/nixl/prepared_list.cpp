@@ -6,38 +6,20 @@
 
 namespace pynixlkv::nixl {
 
-namespace {
-
-/// Make a run longer by a row.
-/// @return false if the row does not go on with it
-bool extend(Run& run, const Descriptor& row) {
-    const std::uint64_t step = row.address - run.at(run.count - 1).address;
-    if (row.length != run.row.length || row.device != run.row.device ||
-        (run.count == 1 ? step >> 63U != 0 : step != run.stride)) {
-        return false;
-    }
-    run.stride = step;
-    ++run.count;
-    return true;
-}
-
-}  // namespace
-
 std::vector<Run> runs_of(Rows rows) {
-    std::size_t num_runs = 0;
-    Run run{};
-    for (const Descriptor& row : rows) {
-        if (num_runs == 0 || !extend(run, row)) {
-            run = {row, 0, 1};
-            ++num_runs;
-        }
-    }
     std::vector<Run> runs;
-    runs.reserve(num_runs);  // a vector that grows touches twice the memory
     for (const Descriptor& row : rows) {
-        if (runs.empty() || !extend(runs.back(), row)) {
-            runs.push_back({row, 0, 1});
+        if (!runs.empty()) {
+            Run& run = runs.back();
+            const std::uint64_t step = row.address - run.at(run.count - 1).address;
+            if (row.length == run.row.length && row.device == run.row.device &&
+                (run.count == 1 ? step >> 63U == 0 : step == run.stride)) {
+                run.stride = step;
+                ++run.count;
+                continue;
+            }
         }
+        runs.push_back({row, 0, 1});
     }
     return runs;
 }

@@ -108,8 +108,8 @@ std::shared_ptr<OwnLane> UcxConnection::lane() {
     if (ready == lanes.end()) {
         return nullptr;
     }
-    std::erase_if(
-        lanes, [place = (*ready)->place()](const auto& lane) { return !(lane->place() == place); });
+    std::erase_if(lanes,
+                  [place = (*ready)->place()](const auto& lane) { return lane->place() != place; });
     const auto cost = [](const auto& lane) {
         return lane->is_ready() ? lane->left() : std::numeric_limits<std::uint64_t>::max();
     };

@@ -17,6 +17,7 @@
 #include "base/bytes.hpp"
 #include "base/text.hpp"
 #include "ucx/address.hpp"
+#include "ucx/peer_memory.hpp"
 
 namespace pynixlkv::ucx {
 
@@ -56,11 +57,6 @@ constexpr const char* kNotMapped = ", but the local memory is no longer mapped";
 template <class T>
 std::string_view bytes_of(const T& value) {
     return {reinterpret_cast<const char*>(&value), sizeof value};
-}
-
-std::uint64_t length_of(const std::vector<iovec>& pieces) {
-    return std::accumulate(pieces.begin(), pieces.end(), std::uint64_t{0},
-                           [](std::uint64_t sum, const iovec& p) { return sum + p.iov_len; });
 }
 
 /// A piece for bytes that were announced and are gone.
@@ -164,8 +160,10 @@ void Lane::note_events(std::uint32_t events) noexcept {
 bool Lane::progress() {
     if (wake_bytes_ > 1 && !can_receive_) {
         const auto now = std::chrono::steady_clock::now();
-        can_receive_ = now - looked_at_ > kLookEvery;
-        looked_at_ = can_receive_ ? now : looked_at_;
+        if (now - looked_at_ > kLookEvery) {
+            can_receive_ = true;
+            looked_at_ = now;
+        }
     }
     bool worked = false;
     for (int i = 0; i < kMaxCalls && can_receive_ && !is_broken_ && receive_more(); ++i) {
@@ -716,8 +714,9 @@ void Lanes::accept_all(int listener) {
             continue;
         }
         served_.emplace(last_, std::move(lane));
-        clients_.note_crowd(served_.size() > max_served() / 2);
-        if (served_.size() > max_served()) {
+        const std::size_t most = max_served();
+        clients_.note_crowd(served_.size() > most / 2);
+        if (served_.size() > most) {
             served_.erase(std::find_if(served_.begin(), served_.end(), [](const auto& entry) {
                 return !entry.second->is_known();
             }));

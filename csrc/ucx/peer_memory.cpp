@@ -5,8 +5,6 @@
 
 namespace pynixlkv::ucx {
 
-namespace {
-
 std::size_t length_of(std::span<const iovec> pieces) {
     std::size_t length = 0;
     for (const iovec& piece : pieces) {
@@ -14,8 +12,6 @@ std::size_t length_of(std::span<const iovec> pieces) {
     }
     return length;
 }
-
-}  // namespace
 
 std::optional<PeerMemory> PeerMemory::open(pid_t process, Proof proof) {
     const PeerMemory memory(process, proof);

@@ -14,6 +14,9 @@
 
 namespace pynixlkv::ucx {
 
+/// Bytes of all pieces.
+[[nodiscard]] std::size_t length_of(std::span<const iovec> pieces);
+
 /// A secret number in a process's memory shows that it is still this process. Its id alone does
 /// not: another process can have it by now, or the same one can have executed another program.
 class PeerMemory {
